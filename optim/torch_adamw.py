@@ -1,0 +1,48 @@
+"""PyTorch's own AdamW: the for-loop, foreach and fused implementations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from forge.optim.spec import Hyper, OptimizerSpec
+
+
+def _build(fused: bool, foreach: bool):
+    def build(adamw: Any, model: nn.Module, hyper: Hyper) -> Any:
+        options = hyper.adamw
+        if hyper.capturable:
+            device = next(model.parameters()).device
+            options["lr"] = torch.tensor(hyper.lr, device=device)
+            options["capturable"] = True
+        return adamw(model.parameters(), **options, fused=fused, foreach=foreach)
+
+    return build
+
+
+SPECS = (
+    OptimizerSpec(
+        key="adamw",
+        method="vanilla AdamW",
+        target="torch.optim:AdamW",
+        build=_build(fused=False, foreach=False),
+        summary="torch.optim.AdamW(foreach=False, fused=False): one parameter at a time",
+    ),
+    OptimizerSpec(
+        key="adamw-foreach",
+        method="vanilla AdamW (foreach)",
+        target="torch.optim:AdamW",
+        build=_build(fused=False, foreach=True),
+        summary="torch.optim.AdamW(foreach=True): PyTorch's default on CUDA",
+    ),
+    OptimizerSpec(
+        key="adamw-fused",
+        method="fused AdamW",
+        target="torch.optim:AdamW",
+        build=_build(fused=True, foreach=False),
+        summary="torch.optim.AdamW(fused=True)",
+        capturable=True,
+    ),
+)
