@@ -2,10 +2,30 @@
 
 from __future__ import annotations
 
-from forge.optim import torch_adamw
+from forge.optim import (
+    adalomo,
+    apollo,
+    bitsandbytes_adamw,
+    flash_adamw,
+    galore,
+    muon,
+    optimi_adamw,
+    torch_adamw,
+    torchao_adamw,
+)
 from forge.optim.spec import OptimizerSpec
 
-_MODULES = (torch_adamw,)
+_MODULES = (
+    torch_adamw,
+    bitsandbytes_adamw,
+    flash_adamw,
+    galore,
+    apollo,
+    optimi_adamw,
+    adalomo,
+    torchao_adamw,
+    muon,
+)
 
 REGISTRY: dict[str, OptimizerSpec] = {
     spec.key: spec for module in _MODULES for spec in module.SPECS

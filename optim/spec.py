@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Hyper:
-    """Hyperparameters every method is built with. Passed explicitly: the libraries' defaults differ.
+    """Hyperparameters every method is built with, passed explicitly: libraries' defaults differ.
 
-    ``capturable`` asks for an optimizer whose whole step can be captured in a CUDA graph: step count
-    on the device, learning rate as a 0-d device tensor.
+    ``capturable`` asks for an optimizer whose whole step can be captured in a CUDA graph: step
+    count on the device, learning rate as a 0-d device tensor.
     """
 
     lr: float = 1e-5
@@ -37,6 +37,11 @@ def backward_then_step(optimizer: Any, loss: Tensor, hyper: Hyper) -> None:
     optimizer.zero_grad(set_to_none=True)
 
 
+def backward_only(optimizer: Any, loss: Tensor, hyper: Hyper) -> None:
+    """The end of a step whose update happens in hooks that run, and free gradients, in backward."""
+    loss.backward()
+
+
 @dataclass(frozen=True)
 class OptimizerSpec:
     """One method of the comparison.
@@ -44,9 +49,10 @@ class OptimizerSpec:
     Args:
         key: what the command line calls it (lower case, dashes), unique.
         method: its name in the leaderboard.
-        target: ``"package.module:attribute"``. Imported only when the row runs, so that a missing
-            package is a row that says so.
-        build: ``build(attribute, model, hyper)`` returns the optimizer of ``model``, which is
+        target: ``"package.module:attribute"``, or ``"package.module"`` when ``build`` needs several
+            names of it. Imported only when the row runs, so that a missing package is a row that
+            says so.
+        build: ``build(target, model, hyper)`` returns the optimizer of ``model``, which is
             already on its device and in its dtype.
         summary: one line: the algorithm and the exact configuration.
         distribution: PyPI name of the package (empty: comes with torch).
@@ -54,7 +60,8 @@ class OptimizerSpec:
         limits: what the method cannot do, one short phrase each.
         train: ends a step, given the loss; ``backward_then_step`` unless the method differs.
         devices: device types it runs on.
-        states: how optimizer state is stored: ``bf16`` (the parameter's dtype), ``fp32``, ``int8`` ...
+        states: how optimizer state is stored: ``bf16`` (the parameter's dtype), ``fp32``,
+            ``int8`` ...
         exact: the method is AdamW up to rounding, so its loss must follow fp32 AdamW closely;
             otherwise the gate uses the looser tolerance.
         capturable: honours ``Hyper.capturable``.
@@ -76,5 +83,6 @@ class OptimizerSpec:
 
     def resolve(self) -> Any:
         """Import ``target``. Raises ImportError or AttributeError when the package is missing."""
-        module, _, attribute = self.target.partition(":")
-        return getattr(importlib.import_module(module), attribute)
+        name, _, attribute = self.target.partition(":")
+        module = importlib.import_module(name)
+        return getattr(module, attribute) if attribute else module
