@@ -7,6 +7,7 @@ from forge.optim import (
     apollo,
     bitsandbytes_adamw,
     flash_adamw,
+    forge_adamw,
     galore,
     muon,
     optimi_adamw,
@@ -25,6 +26,7 @@ _MODULES = (
     adalomo,
     torchao_adamw,
     muon,
+    forge_adamw,
 )
 
 REGISTRY: dict[str, OptimizerSpec] = {

@@ -1,0 +1,188 @@
+"""How a Linear hands its weight gradient to the optimizer without forming it.
+
+:class:`ForgeLinear` is ``nn.Linear`` by class swap: parameters, names and ``isinstance`` stay. Its
+backward computes the input gradient and passes the two factors of the weight gradient, the layer's
+input and output gradient, to the weight's :class:`Slot`. The weight stays in the autograd graph, so
+the engine still tells when its gradient is complete: all uses in the graph have been differentiated
+and every input gradient has read the old weight. That moment triggers the update.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+
+_SLOTS: dict[int, weakref.ref[Slot]] = {}
+
+
+class Slot:
+    """A parameter's place in its optimizer: what a backward pass has collected for it so far.
+
+    Args:
+        param: the leaf parameter.
+        name: for messages.
+        salt: makes this parameter's random bits its own.
+        clock: the optimizer's clock that counts this parameter's steps.
+    """
+
+    def __init__(self, param: nn.Parameter, name: str, salt: int, clock: Any) -> None:
+        self.param = param
+        self.name = name
+        self.salt = salt
+        self.clock = clock
+        self.updated = False
+        self.node: Any = None
+        self._hook: Any = None
+        self._factors: list[tuple[Tensor, Tensor]] = []
+        self._task = -1
+        key = id(param)
+        _SLOTS[key] = weakref.ref(self, lambda _: _SLOTS.pop(key, None))
+
+    def attach(self, on_complete: Callable[[Slot], None]) -> None:
+        """Call ``on_complete(self)`` whenever a backward pass has completed this gradient.
+
+        The parameter must require a gradient. Both references back are weak: the autograd node
+        lives in C++, where Python's cycle collector does not look.
+        """
+        slot, method = weakref.ref(self), weakref.WeakMethod(on_complete)
+
+        def hook(_grad_inputs: Any, _grad_outputs: Any) -> None:
+            live_slot, live_method = slot(), method()
+            if live_slot is not None and live_method is not None:
+                live_method(live_slot)
+
+        # AccumulateGrad runs once a backward, after every use of the parameter has contributed. The
+        # tensor's own post-accumulate hook is not called when no use returned a gradient tensor.
+        self.node = get_gradient_edge(self.param).node
+        self._hook = self.node.register_hook(hook)
+
+    def detach(self) -> None:
+        """Stop listening; layers of this weight behave as plain ``nn.Linear`` again."""
+        if self._hook is not None:
+            self._hook.remove()
+        self.node = self._hook = None
+        if slot_of(self.param) is self:
+            del _SLOTS[id(self.param)]
+
+    def collect(self, x: Tensor, dy: Tensor) -> bool:
+        """Keep ``dW = dy^T x`` as its factors. False: the caller must return the gradient itself.
+
+        Args:
+            x: [M, K] input of the layer.
+            dy: [M, N] gradient of its output.
+        """
+        try:
+            if not torch._C._will_engine_execute_node(self.node):
+                return True  # torch.autograd.grad of something else: nobody wants this gradient
+        except RuntimeError:
+            return False  # torch.autograd.grad asks for this very weight
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            # What an earlier backward left behind was abandoned by an exception.
+            self._factors, self._task = [], task
+        self._factors.append((x, dy))
+        return True
+
+    def take(self) -> list[tuple[Tensor, Tensor]]:
+        """The factors ``(x, dy)`` collected in this backward; forgets them."""
+        factors, self._factors = self._factors, []
+        return factors
+
+
+def slot_of(param: Tensor) -> Slot | None:
+    """The slot of ``param``, when an optimizer of this package holds it."""
+    reference = _SLOTS.get(id(param))
+    slot = reference() if reference is not None else None
+    return slot if slot is not None and slot.param is param else None
+
+
+class LinearFunction(torch.autograd.Function):
+    """``y = x W^T + b`` whose backward gives the weight's slot ``x`` and ``dy`` instead of ``dW``."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, slot: Slot) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.slot = slot
+        ctx.bias_dtype = bias.dtype if bias is not None else None
+        return F.linear(x, weight.to(x.dtype), bias.to(x.dtype) if bias is not None else None)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                f"create_graph=True: the weight {ctx.slot.name!r} is updated inside backward, so "
+                "its backward cannot be differentiated; use torch.optim.AdamW for this model"
+            )
+        x, weight = ctx.saved_tensors
+        dx = dy @ weight.to(dy.dtype) if ctx.needs_input_grad[0] else None
+        rows = dy.reshape(-1, dy.shape[-1])
+        dw = db = None
+        if ctx.needs_input_grad[1]:
+            inputs = x.reshape(-1, x.shape[-1])
+            if not ctx.slot.collect(inputs, rows):
+                dw = (rows.t() @ inputs).to(weight.dtype)
+        if ctx.needs_input_grad[2]:
+            db = rows.sum(0).to(ctx.bias_dtype)
+        return dx, dw, db, None
+
+
+class ForgeLinear(nn.Linear):
+    """An ``nn.Linear`` whose weight gradient goes to the optimizer that holds its weight.
+
+    Without such an optimizer, with a frozen weight, under ``no_grad`` or with gradient hooks on the
+    weight it is a plain ``nn.Linear``.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            return _graph_break(self, input)
+        weight = self.weight
+        slot = slot_of(weight)
+        if (
+            slot is None
+            or slot.node is None
+            or not (weight.requires_grad and torch.is_grad_enabled())
+            or weight._backward_hooks
+            or weight._post_accumulate_grad_hooks
+        ):
+            return F.linear(input, weight, self.bias)
+        if torch.is_autocast_enabled(input.device.type):
+            input = input.to(torch.get_autocast_dtype(input.device.type))
+        elif input.dtype != weight.dtype:
+            return F.linear(input, weight, self.bias)  # raises torch's own dtype error
+        return LinearFunction.apply(input, weight, self.bias, slot)
+
+
+@torch.compiler.disable
+def _graph_break(layer: ForgeLinear, input: Tensor) -> Tensor:
+    """The eager forward: the compiler must not trace a backward that has side effects."""
+    return layer.forward(input)
+
+
+def fuse_linears(model: nn.Module) -> list[nn.Linear]:
+    """Turn the model's ``nn.Linear`` layers into :class:`ForgeLinear`, in place; returns them.
+
+    Left as they are: subclasses (they may not compute ``x W^T``), layers whose weight has no slot or
+    is not contiguous, and weights that several modules share. A shared weight (a tied head) needs the
+    sum of several gradients; keeping the factors of the head until the embedding's gradient arrives
+    would hold its inputs and output gradients through the whole backward pass.
+    """
+    owners: dict[int, int] = {}
+    for module in model.modules():
+        for param in module._parameters.values():
+            if param is not None:
+                owners[id(param)] = owners.get(id(param), 0) + 1
+    fused = []
+    for module in model.modules():
+        if type(module) is not nn.Linear or slot_of(module.weight) is None:
+            continue
+        if owners[id(module.weight)] == 1 and module.weight.is_contiguous():
+            module.__class__ = ForgeLinear
+            fused.append(module)
+    return fused

@@ -1,0 +1,364 @@
+"""Optimizers whose update runs inside the backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+
+from forge.kernels.apply_rule import apply_rule
+from forge.kernels.wgrad_update import wgrad_update
+from forge.linear import ForgeLinear, Slot, fuse_linears, slot_of
+from forge.optim.clock import Clock
+from forge.optim.rules import ADAMW, Rule
+from forge.optim.states import check_format, new_states
+
+_DTYPES = (torch.bfloat16, torch.float32)
+
+
+class ForgeOptimizer(torch.optim.Optimizer):
+    """Base of the optimizers that update during ``loss.backward()``. Subclasses choose the rule.
+
+    A parameter is updated, and its gradient freed, at the moment its gradient is complete. For the
+    ``nn.Linear`` layers of ``model`` the weight gradient is never formed: one kernel computes each
+    tile of it and applies the update. ``step()`` updates what backward did not (gradients assigned
+    by hand) and ends the step.
+
+    One backward a step: a second one before ``step()`` raises, since the weights have moved already.
+    """
+
+    rule: Rule
+
+    def __init__(
+        self,
+        params: Any,
+        defaults: dict[str, Any],
+        *,
+        model: nn.Module | None = None,
+        states: str = "auto",
+        rounding: str = "stochastic",
+        seed: int = 0,
+    ) -> None:
+        check_format(states, rounding)
+        _check_not_distributed(model if model is not None else params)
+        if isinstance(params, nn.Module):
+            if model is not None and model is not params:
+                raise ValueError("model=: pass the module once, as the first argument")
+            model, params = params, list(params.named_parameters())
+        if not -(2**31) <= seed < 2**31:
+            raise ValueError(f"seed={seed}: must fit in 32 bits")
+        self.states = states
+        self.rounding = rounding
+        self.seed = seed
+        self._slots: list[Slot] = []
+        self._clocks: list[Clock] = []
+        self._names = {id(p): n for n, p in model.named_parameters()} if model is not None else {}
+        self._layers: list[nn.Linear] = []
+        super().__init__(params, defaults)
+        if model is not None:
+            self._layers = fuse_linears(model)
+
+    # -- parameters -------------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, as in ``torch.optim.Optimizer``. Its layers are not fused.
+
+        Raises:
+            ValueError: a parameter belongs to another optimizer of this package, or cannot be
+                updated in place (not dense in memory).
+            TypeError: a parameter's dtype or type is not supported.
+        """
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        names = group.get("param_names")
+        try:
+            found = [
+                (p, names[i] if names else self._names.get(id(p), f"parameter {i} of the group"))
+                for i, p in enumerate(group["params"])
+            ]
+            for param, name in found:
+                _check_parameter(param, name)
+        except (TypeError, ValueError):
+            self.param_groups.pop()
+            raise
+        clocks: dict[torch.device, Clock] = {}
+        for param, name in found:
+            clock = clocks.get(param.device)
+            if clock is None:
+                clock = clocks[param.device] = Clock(self.rule, group, param.device, self.seed)
+            # An odd multiplier spreads the parameters' index ranges over the 32-bit hash input.
+            salt = (len(self._slots) * 0x9E3779B1) % 2**31
+            slot = Slot(param, name, salt, clock)
+            self._slots.append(slot)
+            if param.requires_grad:
+                slot.attach(self._complete)
+        self._clocks.extend(clocks.values())
+
+    def release(self) -> None:
+        """Give the parameters back: hooks are removed and fused layers are plain ``nn.Linear``."""
+        for slot in self._slots:
+            slot.detach()
+        for layer in self._layers:
+            if type(layer) is ForgeLinear:
+                layer.__class__ = nn.Linear
+        self._slots, self._clocks, self._layers = [], [], []
+
+    # -- updates ----------------------------------------------------------------------------------
+
+    def _complete(self, slot: Slot) -> None:
+        """A backward pass has completed the gradient of ``slot``: update, free the gradient."""
+        factors, grad = slot.take(), slot.param.grad
+        if not factors and grad is None:
+            return
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                f"create_graph=True: {slot.name!r} is updated inside backward; use torch.optim.AdamW"
+            )
+        if slot.updated:
+            raise RuntimeError(
+                f"second backward before step(): {slot.name!r} was already updated in this step. "
+                "Call optimizer.step() after every backward; to accumulate, put the micro-batches "
+                "into one batch, or use torch.optim.AdamW"
+            )
+        self._update(slot, factors, grad)
+
+    def _update(self, slot: Slot, factors: list[tuple[Tensor, Tensor]], grad: Tensor | None) -> None:
+        param, clock = slot.param, slot.clock
+        if grad is not None and grad.is_sparse:
+            raise RuntimeError(f"{slot.name!r} has a sparse gradient: build the layer with sparse=False")
+        state = self.state[param]
+        if not state:
+            state.update(step=clock.step, **new_states(self.rule, self.states, param))
+        if not clock.running:
+            clock.begin()
+        update = (
+            [state[name] for name in self.rule.states],
+            clock.scalars,
+            clock.seed if self.rounding == "stochastic" else None,
+            slot.salt,
+            self.rule.update,
+        )
+        if grad is None:
+            if len(factors) == 1:
+                x, dy = factors[0]
+            else:
+                # dy1^T x1 + dy2^T x2 is one product over the tokens of both calls.
+                x, dy = (torch.cat(parts) for parts in zip(*factors, strict=True))
+            wgrad_update(dy, x, param, *update)
+        else:
+            for x, dy in factors:
+                grad.add_(dy.t() @ x)
+            apply_rule(param, grad, *update)
+            param.grad = None
+        increment_version([param])
+        slot.updated = True
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """End the step: update parameters that still hold a gradient, then advance the count.
+
+        Args:
+            closure: re-evaluates the model and runs backward; its result is returned.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for slot in self._slots:
+            grad = slot.param.grad
+            if grad is not None and not slot.updated:
+                self._update(slot, [], grad)
+            if slot.node is None and slot.param.requires_grad:
+                _check_parameter(slot.param, slot.name, attached=True)
+                slot.attach(self._complete)
+        self._split_clocks()
+        for clock in self._clocks:
+            clock.running = False
+        for slot in self._slots:
+            slot.updated = False
+        return loss
+
+    def _split_clocks(self) -> None:
+        """Parameters that a running clock's step left out keep their own, smaller count."""
+        left: dict[int, Clock] = {}
+        for slot in self._slots:
+            clock = slot.clock
+            if clock.running and not slot.updated:
+                if id(clock) not in left:
+                    left[id(clock)] = clock.behind()
+                self._move(slot, left[id(clock)])
+        self._clocks.extend(left.values())
+
+    def _move(self, slot: Slot, clock: Clock) -> None:
+        slot.clock = clock
+        if self.state.get(slot.param):
+            self.state[slot.param]["step"] = clock.step
+
+    # -- state ------------------------------------------------------------------------------------
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what ``state_dict()`` returned, or the state of the same rule's torch optimizer.
+
+        Unlike torch's, which casts every state to the parameter's dtype, it keeps states in this
+        optimizer's format. Everything is checked before anything is changed.
+
+        Raises:
+            ValueError: groups or shapes do not match; the message names the parameter.
+            KeyError: a state is missing.
+        """
+        groups = state_dict["param_groups"]
+        if len(groups) != len(self.param_groups):
+            raise ValueError(
+                f"state_dict has {len(groups)} param groups, the optimizer {len(self.param_groups)}"
+            )
+        loaded: dict[int, dict[str, Any]] = {}
+        names = {id(s.param): s.name for s in self._slots}
+        for i, (mine, theirs) in enumerate(zip(self.param_groups, groups, strict=True)):
+            if len(mine["params"]) != len(theirs["params"]):
+                raise ValueError(
+                    f"param group {i}: state_dict has {len(theirs['params'])} parameters, "
+                    f"the optimizer {len(mine['params'])}"
+                )
+            for param, key in zip(mine["params"], theirs["params"], strict=True):
+                state = state_dict["state"].get(key)
+                if state:
+                    _check_state(state, param, names[id(param)], self.rule)
+                    loaded[id(param)] = state
+        for mine, theirs in zip(self.param_groups, groups, strict=True):
+            # In place: schedulers and clocks hold these dicts.
+            mine.update({k: v for k, v in theirs.items() if k not in ("params", "param_names")})
+        self._restore(loaded)
+
+    @torch.no_grad()
+    def _restore(self, loaded: dict[int, dict[str, Any]]) -> None:
+        self.state.clear()
+        clocks: dict[tuple[int, torch.device, float], Clock] = {}
+        for slot in self._slots:
+            param, state = slot.param, loaded.get(id(slot.param))
+            group = slot.clock.group
+            steps = float(state["step"]) if state else 0.0
+            key = (id(group), param.device, steps)
+            if key not in clocks:
+                clocks[key] = Clock(self.rule, group, param.device, self.seed, steps)
+            slot.clock = clocks[key]
+            slot.updated = False
+            if state:
+                mine = new_states(self.rule, self.states, param)
+                for name, tensor in mine.items():
+                    tensor.copy_(state[name])
+                self.state[param] = {"step": slot.clock.step, **mine}
+        self._clocks = list(clocks.values())
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            f"{type(self).__name__} is tied to its model's parameters by hooks and cannot be copied "
+            "or pickled: build a new one on the copied model and load_state_dict(old.state_dict())"
+        )
+
+
+def _check_not_distributed(model: Any) -> None:
+    distributed = torch.distributed
+    several = (
+        distributed.is_available()
+        and distributed.is_initialized()
+        and distributed.get_world_size() > 1
+    )
+    wrapped = type(model).__name__ in ("DistributedDataParallel", "FullyShardedDataParallel")
+    if several or wrapped:
+        raise NotImplementedError(
+            "updates inside backward would use each rank's own gradient: several processes are not "
+            "supported; use torch.optim.AdamW(fused=True)"
+        )
+
+
+def _check_parameter(param: Tensor, name: str, attached: bool = False) -> None:
+    """Refuse what the kernels cannot update, naming the parameter."""
+    if not attached and slot_of(param) is not None:
+        raise ValueError(
+            f"{name!r} already belongs to a ForgeOptimizer: call release() on that one first"
+        )
+    if not param.requires_grad:
+        return
+    if type(param).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl:
+        raise TypeError(f"{name!r} is a {type(param).__name__}: only plain tensors are supported")
+    if param.dtype not in _DTYPES:
+        raise TypeError(
+            f"{name!r} is {param.dtype}: weights must be bfloat16 or float32 "
+            "(for float16 compute, keep float32 weights and use torch.autocast)"
+        )
+    if torch.empty_like(param).stride() != param.stride():
+        raise ValueError(f"{name!r} is not dense in memory: pass param.contiguous()")
+
+
+def _check_state(state: dict[str, Any], param: Tensor, name: str, rule: Rule) -> None:
+    for key in ("step", *rule.states):
+        if key not in state:
+            raise KeyError(f"{name!r}: the state_dict has no {key!r}, which {rule.name} needs")
+    for key in rule.states:
+        if state[key].shape != param.shape:
+            raise ValueError(
+                f"{name!r}: {key} has shape {tuple(state[key].shape)} in the state_dict, "
+                f"the parameter {tuple(param.shape)}"
+            )
+
+
+class ForgeAdamW(ForgeOptimizer):
+    """AdamW (Loshchilov and Hutter, arXiv 1711.05101) applied inside the backward pass.
+
+    Equal to ``torch.optim.AdamW`` up to rounding: decoupled weight decay, exact bias correction,
+    ``eps`` outside the root.
+
+    Args:
+        params: a module (its ``nn.Linear`` layers are fused), or what ``torch.optim`` takes:
+            parameters, named parameters or param groups.
+        lr: learning rate; a float or a 0-d tensor.
+        betas: decay rates of the first and second moment.
+        eps: added to the denominator.
+        weight_decay: decoupled weight decay.
+        model: with ``params`` given as parameters or groups, the module whose ``nn.Linear`` layers
+            are fused.
+        states: how the two moments are stored: ``"auto"`` (each parameter's dtype), ``"bf16"`` or
+            ``"fp32"``.
+        rounding: of what is stored in bf16: ``"stochastic"`` (unbiased; small updates are not
+            lost) or ``"nearest"``.
+        seed: of stochastic rounding.
+
+    Raises:
+        ValueError: a hyperparameter out of range; a parameter held by another such optimizer.
+        TypeError: a parameter that is not a plain bf16 or fp32 tensor.
+        NotImplementedError: more than one process.
+    """
+
+    rule = ADAMW
+
+    def __init__(
+        self,
+        params: nn.Module | Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        model: nn.Module | None = None,
+        states: str = "auto",
+        rounding: str = "stochastic",
+        seed: int = 0,
+    ) -> None:
+        if isinstance(lr, Tensor) and lr.numel() != 1:
+            raise ValueError("Tensor lr must be 1-element")
+        if not isinstance(lr, Tensor) and not lr >= 0.0:
+            raise ValueError(f"Invalid learning rate: {lr}")
+        if not eps >= 0.0:
+            raise ValueError(f"Invalid epsilon value: {eps}")
+        for i, beta in enumerate(betas):
+            if not 0.0 <= beta < 1.0:
+                raise ValueError(f"Invalid beta parameter at index {i}: {beta}")
+        if not weight_decay >= 0.0:
+            raise ValueError(f"Invalid weight_decay value: {weight_decay}")
+        defaults = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        super().__init__(
+            params, defaults, model=model, states=states, rounding=rounding, seed=seed
+        )

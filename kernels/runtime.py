@@ -1,0 +1,75 @@
+"""Where a kernel runs: Triton on a GPU (or in Triton's interpreter), the torch reference elsewhere.
+
+Kernel files import ``triton`` and ``tl`` from here, so that ``import forge`` works without triton.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+try:
+    import triton
+    import triton.language as tl
+
+    HAS_TRITON = True
+    INTERPRETED = bool(triton.knobs.runtime.interpret)
+except ImportError:
+    HAS_TRITON = INTERPRETED = False
+
+    def _jit(fn: Callable | None = None, **_: Any) -> Callable:
+        return fn if fn is not None else _jit
+
+    triton = types.SimpleNamespace(jit=_jit, cdiv=lambda a, b: -(-a // b))
+    tl = types.SimpleNamespace(constexpr=None)
+
+
+def runs_triton(tensor: Tensor) -> bool:
+    """Whether kernels on ``tensor`` go through Triton; otherwise the torch reference runs.
+
+    Raises:
+        RuntimeError: ``tensor`` is on a GPU and triton is not installed.
+    """
+    if tensor.is_cuda and not HAS_TRITON:
+        raise RuntimeError("the fused kernels need triton on a GPU: pip install triton")
+    return tensor.is_cuda or INTERPRETED
+
+
+def on_device(tensor: Tensor) -> Any:
+    """Context in which a Triton launch goes to ``tensor``'s GPU rather than to the current one."""
+    return torch.cuda.device(tensor.device if tensor.is_cuda else -1)
+
+
+@triton.jit
+def _sqrt(x):
+    return tl.sqrt(x)
+
+
+@triton.jit
+def _exp2(x):
+    return tl.exp2(x)
+
+
+@triton.jit
+def _log2(x):
+    return tl.log2(x)
+
+
+class Dual:
+    """An arithmetic function, written once, that runs on torch tensors and inside Triton kernels.
+
+    The function may use operators, tuples, and ``torch.sqrt``, ``torch.exp2``, ``torch.log2``
+    imported by those names. ``.torch`` is the function itself; ``.triton`` is the same source with
+    the three names bound to Triton's (None without triton).
+    """
+
+    def __init__(self, fn: Callable) -> None:
+        self.torch = fn
+        self.triton = None
+        if HAS_TRITON:
+            names = {**fn.__globals__, "tl": tl, "sqrt": _sqrt, "exp2": _exp2, "log2": _log2}
+            self.triton = triton.jit(types.FunctionType(fn.__code__, names, fn.__name__))

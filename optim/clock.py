@@ -1,0 +1,80 @@
+"""The step count that a set of parameters shares, and the scalars their rule reads, on the device.
+
+torch counts steps per parameter: one that gets no gradient does not advance. Parameters that always
+advance together share a :class:`Clock`; one that falls behind gets a clock of its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forge.kernels.advance import advance
+from forge.optim.rules import Rule
+
+
+def hyper_value(group: dict[str, Any], name: str) -> float | Tensor:
+    """A hyperparameter of ``group`` by its rule name: ``lr``, or ``betas.0`` for ``betas[0]``."""
+    key, _, index = name.partition(".")
+    return group[key][int(index)] if index else group[key]
+
+
+class Clock:
+    """Device-side step count, hyperparameters, scalars and rounding seed of one set of parameters.
+
+    Args:
+        rule: whose ``scalars`` function is evaluated.
+        group: the param group, read again at every step, so that schedulers are honoured.
+        device: where the parameters live.
+        seed: base seed of stochastic rounding.
+        step: steps taken so far.
+    """
+
+    def __init__(
+        self, rule: Rule, group: dict[str, Any], device: torch.device, seed: int, step: float = 0.0
+    ) -> None:
+        self.rule = rule
+        self.group = group
+        self.base = seed
+        self.running = False
+        # fp32 like torch's own `step`; it counts exactly to 2^24.
+        self.step = torch.tensor(step, dtype=torch.float32, device=device)
+        self.scalars = torch.zeros(rule.scalar_count, device=device)
+        self.seed = torch.zeros((), dtype=torch.int32, device=device)
+        self._base_seed = torch.tensor(seed, dtype=torch.int64).to(torch.int32).to(device)
+        self._hyper = torch.zeros(len(rule.hyper), dtype=torch.float64, device=device)
+        self._uploaded: tuple[float, ...] | None = None
+
+    def begin(self) -> None:
+        """Start the next step: ``step += 1``, scalars and seed follow."""
+        self.refresh()
+        advance(self.step, self._hyper, self.scalars, self.seed, self._base_seed, self.rule.scalars)
+        self.running = True
+
+    def refresh(self) -> None:
+        """Bring the group's hyperparameters to the device, without synchronising.
+
+        A device tensor (a learning rate under a captured graph) is copied on the device.
+        """
+        values = [hyper_value(self.group, name) for name in self.rule.hyper]
+        on_device = {
+            i: v for i, v in enumerate(values) if isinstance(v, Tensor) and v.device.type != "cpu"
+        }
+        numbers = tuple(0.0 if i in on_device else float(v) for i, v in enumerate(values))
+        if numbers != self._uploaded:
+            # A fresh pinned buffer each time: a reused one could still be in flight.
+            pinned = torch.tensor(
+                numbers, dtype=torch.float64, pin_memory=self._hyper.device.type == "cuda"
+            )
+            self._hyper.copy_(pinned, non_blocking=True)
+            self._uploaded = numbers
+        for i, value in on_device.items():
+            self._hyper[i].copy_(value)
+
+    def behind(self) -> Clock:
+        """A new clock one step behind this one, for parameters that this step left out."""
+        clock = Clock(self.rule, self.group, self.step.device, self.base)
+        clock.step.copy_(self.step - 1)
+        return clock

@@ -1,0 +1,37 @@
+"""This project's AdamW: the update inside backward, weight gradients never stored."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from forge.optim.spec import Hyper, OptimizerSpec
+
+
+def _build(states: str):
+    def build(forge_adamw: Any, model: nn.Module, hyper: Hyper) -> Any:
+        return forge_adamw(model, **hyper.adamw, states=states)
+
+    return build
+
+
+_LIMITS = (
+    "one backward a step (no accumulation over micro-batches)",
+    "no global-norm clipping",
+    "one process",
+)
+
+SPECS = tuple(
+    OptimizerSpec(
+        key=f"forge-{states}",
+        method="FORGE",
+        target="forge:ForgeAdamW",
+        build=_build(states),
+        summary=f"ForgeAdamW(model, states={states!r}), stochastic rounding of what is bf16",
+        licence="Apache-2.0",
+        states=states,
+        limits=_LIMITS,
+    )
+    for states in ("bf16", "fp32")
+)
