@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from torch import nn
+from torch import Tensor, nn
 
 
-def split_hidden_linears(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+def split_hidden_linears(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
     """Split the trainable parameters of ``model`` into hidden matrices and all others.
 
     Hidden matrices are the weights of every ``nn.Linear`` whose path holds ``attn`` or ``mlp``, the
@@ -17,16 +17,16 @@ def split_hidden_linears(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.
     Raises:
         ValueError: the model has no such linear.
     """
-    hidden = {
-        module.weight: None
+    linears = [
+        module
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear) and ("attn" in name or "mlp" in name)
-        if module.weight.requires_grad
-    }
+    ]
+    hidden = {id(m.weight): m.weight for m in linears if m.weight.requires_grad}
     if not hidden:
         raise ValueError(
             "model: no trainable nn.Linear under a module named 'attn' or 'mlp'; "
             "this method needs hidden matrices, choose another optimizer"
         )
-    others = [p for p in model.parameters() if p.requires_grad and p not in hidden]
-    return list(hidden), others
+    others = [p for p in model.parameters() if p.requires_grad and id(p) not in hidden]
+    return list(hidden.values()), others
