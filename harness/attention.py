@@ -1,0 +1,39 @@
+"""Which attention implementation really runs in a forward pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# The first match names the backend; the math path is seen by its softmax.
+_BACKENDS = (
+    ("_scaled_dot_product_cudnn_attention", "sdpa:cudnn"),
+    ("_scaled_dot_product_flash_attention", "sdpa:flash"),
+    ("_scaled_dot_product_efficient_attention", "sdpa:efficient"),
+    ("_scaled_dot_product_fused_attention_overrideable", "sdpa:overrideable"),
+    ("flash_attn", "flash-attn"),
+    ("_scaled_dot_product_attention_math", "sdpa:math"),
+    ("softmax", "sdpa:math"),
+)
+
+
+class _Names(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def attention_backend(model: nn.Module, batch: dict[str, Tensor]) -> str:
+    """Run one forward of ``model`` (with gradients, as in training) and name its attention."""
+    with _Names() as seen:
+        model(**batch)
+    for fragment, name in _BACKENDS:
+        if any(fragment in op for op in seen.names if "log_softmax" not in op):
+            return name
+    return "unknown"

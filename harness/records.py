@@ -1,0 +1,124 @@
+"""One measured row as data: :class:`Record` is the schema of ``records.jsonl``."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+Status = Literal["ok", "oom", "unsupported", "skipped", "failed"]
+STATUSES: tuple[str, ...] = get_args(Status)
+RECORDS_FILE = "records.jsonl"
+
+
+@dataclass(frozen=True)
+class Record:
+    """What one row of one run measured, with everything needed to judge and repeat it.
+
+    Times are wall-clock milliseconds of a whole step, memory is GiB (2^30 bytes). A number is
+    ``None`` when it was not measured; rows that are not ``ok`` carry no latency.
+
+    Attributes:
+        row: ``key/kernels/execution``, what the row is.
+        repeat: 0-based pass of an interleaved ``--repeat`` run.
+        order: position in the shuffled order.
+        attention: what ran, ``sdpa:cudnn`` say; ``attention_request`` is what was asked for.
+        peak_memory_gib: highest allocated during the timed steps; ``memory_kind`` says of what.
+        peak_warmup_gib: highest allocated during warm-up (first-step costs, GaLore's SVD).
+        loss: loss at the gate's last step: the same number of steps for every method.
+        slow_steps: indices into ``samples_ms`` of steps above five times the median.
+        environment: versions, machine, command, commit.
+    """
+
+    run_id: str
+    row: str
+    key: str
+    method: str
+    status: Status
+    notes: str
+    date: str
+    hardware: str
+    model: str
+    batch: int
+    seq: int
+    precision: str
+    states: str
+    kernels: str
+    execution: str
+    attention_request: str
+    repeat: int = 0
+    order: int = 0
+    gpu_count: int = 0
+    attention: str = ""
+    params: int | None = None
+    latency_ms: float | None = None
+    latency_p20_ms: float | None = None
+    latency_p80_ms: float | None = None
+    peak_memory_gib: float | None = None
+    peak_reserved_gib: float | None = None
+    peak_warmup_gib: float | None = None
+    memory_kind: str = ""
+    state_bytes: int | None = None
+    state_bytes_per_param: float | None = None
+    tokens_per_s: float | None = None
+    mfu_pct: float | None = None
+    ofu_pct: float | None = None
+    loss: float | None = None
+    gate: str = ""
+    gate_detail: dict[str, Any] = field(default_factory=dict)
+    warmup: int = 0
+    steps: int = 0
+    samples_ms: list[float] = field(default_factory=list)
+    warmup_ms: list[float] = field(default_factory=list)
+    slow_steps: list[int] = field(default_factory=list)
+    data: str = ""
+    environment: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.status not in STATUSES:
+            raise ValueError(f"status must be one of {', '.join(STATUSES)}, got {self.status!r}")
+        if self.latency_ms is not None and (self.status != "ok" or self.gate != "pass"):
+            raise ValueError(f"{self.row}: a latency needs status ok and gate pass")
+
+
+def append(folder: Path, record: Record) -> None:
+    """Add ``record`` to the run in ``folder``, on disk when this returns."""
+    path = folder / RECORDS_FILE
+    line = (json.dumps(asdict(record), allow_nan=False) + "\n").encode()
+    with path.open("ab+") as file:
+        if file.tell() and not _ends_with_newline(file):
+            line = b"\n" + line
+        file.write(line)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _ends_with_newline(file: Any) -> bool:
+    file.seek(-1, os.SEEK_END)
+    return file.read(1) == b"\n"
+
+
+def load(folder: Path) -> tuple[list[Record], list[str]]:
+    """Read the records of the run in ``folder``.
+
+    Returns:
+        The records, and one message for every line that could not be read (a run killed in the
+        middle of a write leaves one).
+    """
+    path = folder / RECORDS_FILE
+    records: list[Record] = []
+    damaged: list[str] = []
+    if not path.exists():
+        return records, damaged
+    known = {f.name for f in fields(Record)}
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            raw = json.loads(line)
+            records.append(Record(**{k: v for k, v in raw.items() if k in known}))
+        except (ValueError, TypeError, AttributeError) as error:
+            damaged.append(f"{path}:{number}: unreadable record ignored ({error})")
+    return records, damaged

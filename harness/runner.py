@@ -1,0 +1,288 @@
+"""Runs the rows of a benchmark one after the other, each in a fresh process, and records them."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from forge.harness import data, records
+from forge.harness.records import Record
+from forge.harness.rows import Row, cannot_run
+from forge.harness.worker import Job, Result
+
+SETTINGS_FILE, LOG_FILE = "run.json", "log.txt"
+WORKER = (sys.executable, "-m", "forge.harness.worker")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything that defines a run; kept in ``run.json`` so that ``--resume`` can go on.
+
+    Attributes:
+        rows: ``{"key", "kernels", "execution"}`` of each row, in the registry's order.
+        steps: timed steps; ``None`` picks them by the speed of the step.
+        timeout_s: a row that takes longer is stopped and ``failed``.
+    """
+
+    run_id: str
+    model: str
+    model_name: str
+    weights: str | None
+    batch: int
+    seq: int
+    steps: int | None
+    warmup: int
+    attention: str
+    data: str
+    device: str
+    dtype: str
+    seed: int
+    repeat: int
+    hardware: str
+    timeout_s: float
+    rows: list[dict[str, str]]
+
+    def schedule(self) -> list[tuple[int, Row]]:
+        """``(repeat, row)`` in the order of the run: every pass is shuffled anew by the seed."""
+        shuffle = random.Random(self.seed).shuffle
+        plan = []
+        for repeat in range(self.repeat):
+            rows = [Row(**row) for row in self.rows]
+            shuffle(rows)
+            plan += [(repeat, row) for row in rows]
+        return plan
+
+
+def new_folder(out: Path, workload: str, hardware: str, commit: str) -> Path:
+    """Create ``<out>/<date>_<workload>_<hardware>_<commit>``, with a suffix if it is taken."""
+    parts = [datetime.now(UTC).strftime("%Y-%m-%d"), workload, hardware, commit or "nocommit"]
+    name = "_".join(re.sub(r"[^A-Za-z0-9.]+", "-", part).strip("-") for part in parts)
+    for suffix in ("", *(f"_{n}" for n in range(2, 1000))):
+        folder = out / (name + suffix)
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except FileExistsError:
+            continue
+    raise FileExistsError(f"--out: a thousand runs named {name} in {out}")
+
+
+def save_settings(folder: Path, settings: Settings) -> None:
+    """Write ``run.json``."""
+    (folder / SETTINGS_FILE).write_text(json.dumps(asdict(settings), indent=1) + "\n")
+
+
+def load_settings(folder: Path) -> Settings:
+    """Read ``run.json`` of an interrupted run.
+
+    Raises:
+        ValueError: there is none, or it is not of this version.
+    """
+    path = folder / SETTINGS_FILE
+    if not path.exists():
+        raise ValueError(f"--resume {folder}: holds no {SETTINGS_FILE}, it is not a run's folder")
+    try:
+        return Settings(**json.loads(path.read_text()))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"--resume {folder}: unreadable {SETTINGS_FILE} ({error})") from error
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run in progress: its settings, its folder, and how a worker is started."""
+
+    settings: Settings
+    folder: Path
+    environment: dict[str, Any]
+    say: Callable[[str], None]
+    worker: Sequence[str] = WORKER
+
+    def log(self, text: str) -> None:
+        """Append a line to ``log.txt``."""
+        with (self.folder / LOG_FILE).open("a") as file:
+            file.write(f"{_now()} {text}\n")
+
+    def remaining(self) -> list[tuple[int, int, Row]]:
+        """``(order, repeat, row)`` of the rows without a record."""
+        found, damaged = records.load(self.folder)
+        for message in damaged:
+            self.say(message)
+            self.log(message)
+        done = {(record.repeat, record.row) for record in found}
+        plan = enumerate(self.settings.schedule())
+        return [(i, repeat, row) for i, (repeat, row) in plan if (repeat, row.id) not in done]
+
+    def execute(self) -> Iterator[Record]:
+        """Run what remains; yields each record after it is on disk."""
+        rows = self.remaining()
+        s = self.settings
+        self.log(f"{self.environment['command']} seed={s.seed} order={[r.id for _, _, r in rows]}")
+        with tempfile.TemporaryDirectory(prefix="forge-bench-") as scratch:
+            batches = Path(scratch) / "batches.npy"
+            ids = data.make_batches(s.data, s.batch, s.seq, _vocabulary(s), s.seed)
+            np.save(batches, ids)
+            source = f"{s.data} {data.fingerprint(ids)} ({len(ids)} batches)"
+            session = _Session(self, Path(scratch), batches, source)
+            for order, repeat, row in rows:
+                record = session.record(order, repeat, row)
+                records.append(self.folder, record)
+                self.log(f"{record.row} repeat={repeat} -> {record.status} {record.notes}")
+                yield record
+
+
+class _Session:
+    def __init__(self, run: Run, scratch: Path, batches: Path, source: str) -> None:
+        self.run, self.scratch, self.batches, self.source = run, scratch, batches, source
+        self.reference: Path | None = None
+        self.no_reference = ""
+
+    def record(self, order: int, repeat: int, row: Row) -> Record:
+        settled = cannot_run(row, self.run.settings.device)
+        if settled:
+            return self._make(order, repeat, row, Result(*settled))
+        if self.reference is None and not self.no_reference:
+            self._make_reference()
+        if self.no_reference:
+            return self._make(order, repeat, row, Result("failed", self.no_reference))
+        return self._make(order, repeat, row, self._start(row))
+
+    def _make_reference(self) -> None:
+        self.run.say("gate: training the fp32 reference")
+        result = self._start(None)
+        if result.status != "ok":
+            self.no_reference = f"gate: no fp32 reference ({result.status}: {result.notes})"
+            return
+        self.reference = self.scratch / "reference.json"
+        self.reference.write_text(json.dumps(result.fields["trajectory"]))
+
+    def _start(self, row: Row | None) -> Result:
+        s = self.run.settings
+        job = Job(
+            row=asdict(row) if row else None,
+            model=s.model,
+            weights=s.weights,
+            batch=s.batch,
+            seq=s.seq,
+            device=s.device,
+            dtype=s.dtype,
+            attention=s.attention,
+            data=str(self.batches),
+            seed=s.seed,
+            warmup=s.warmup,
+            steps=s.steps,
+            hardware=s.hardware,
+            reference=str(self.reference) if self.reference else None,
+        )
+        job_path, result_path = self.scratch / "job.json", self.scratch / "result.json"
+        result_path.unlink(missing_ok=True)
+        job_path.write_text(json.dumps(asdict(job)))
+        command = [*self.run.worker, str(job_path), str(result_path)]
+        output, ending = _run_process(command, s.timeout_s, offline=not _is_hub_id(s.weights))
+        with (self.run.folder / LOG_FILE).open("a") as log:
+            log.write(f"{_now()} === {row.id if row else 'fp32 reference'}\n{output}")
+        if not result_path.exists():
+            return Result("failed", f"worker {ending}: {_last_line(output)}"[:300])
+        return Result(**json.loads(result_path.read_text()))
+
+    def _make(self, order: int, repeat: int, row: Row, result: Result) -> Record:
+        s, spec = self.run.settings, row.spec
+        fields = dict(result.fields)
+        env = {**self.run.environment, "rival_version": fields.pop("rival_version", "")}
+        record = Record(
+            run_id=s.run_id,
+            row=row.id,
+            key=row.key,
+            method=spec.method,
+            status=result.status,  # type: ignore[arg-type]
+            notes=result.notes,
+            date=_now(),
+            hardware=s.hardware,
+            gpu_count=int(s.device == "cuda"),
+            model=s.model_name,
+            batch=s.batch,
+            seq=s.seq,
+            precision={"bfloat16": "bf16", "float32": "fp32"}[s.dtype],
+            states=spec.states,
+            kernels=row.kernels,
+            execution=row.execution,
+            attention_request=s.attention,
+            repeat=repeat,
+            order=order,
+            warmup=s.warmup,
+            data=self.source,
+            environment={**env, "seed": s.seed, "summary": spec.summary},
+        )
+        return replace(record, **fields)
+
+
+def _vocabulary(settings: Settings) -> int:
+    from forge.harness.workloads import MODELS
+
+    if settings.weights:
+        from transformers import AutoConfig
+
+        return AutoConfig.from_pretrained(settings.weights).vocab_size
+    return MODELS[settings.model].vocab
+
+
+def _is_hub_id(weights: str | None) -> bool:
+    return weights is not None and not Path(weights).exists()
+
+
+def _run_process(command: list[str], timeout_s: float, offline: bool) -> tuple[str, str]:
+    """Run ``command`` in its own session; returns its output and how it ended."""
+    env = dict(os.environ, TOKENIZERS_PARALLELISM="false")
+    if offline:
+        env["HF_HUB_OFFLINE"] = "1"
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        env=env,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        _kill_session(process)
+        output, _ = process.communicate()
+        return output, f"stopped after {timeout_s:g} s"
+    except BaseException:
+        _kill_session(process)
+        process.wait()
+        raise
+    code = process.returncode
+    if code < 0:
+        return output, f"killed by {signal.Signals(-code).name}"
+    return output, f"exited with code {code}"
+
+
+def _kill_session(process: subprocess.Popen[str]) -> None:
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def _last_line(output: str) -> str:
+    lines = [line for line in output.splitlines() if line.strip()]
+    return lines[-1].strip() if lines else "no output"
+
+
+def _now() -> str:
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -1,0 +1,147 @@
+"""Tables for people: the end of a run, ``forge-bench list``, and the README."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from rich.markup import escape
+from rich.table import Table
+
+from forge.harness.leaderboard import write_atomically
+from forge.optim.spec import OptimizerSpec
+
+BEGIN, END = "<!-- leaderboard:begin -->", "<!-- leaderboard:end -->"
+
+
+def result_table(frame: pd.DataFrame, title: str) -> Table:
+    """Rows of a leaderboard frame as a rich table: measured first, then published."""
+    view = Table(title=title, title_justify="left")
+    for name in ("method", "kernels", "execution"):
+        view.add_column(name)
+    for name in ("ms / step", "p20", "p80", "peak GiB", "state B/param", "tokens/s", "MFU %"):
+        view.add_column(name, justify="right")
+    view.add_column("status")
+    view.add_column("notes", overflow="fold")
+    source = ""
+    for row in frame.to_dict("records"):
+        if source and row["source"] != source:
+            view.add_section()
+        source = row["source"]
+        status = row["status"] if source == "measured" else f"published, {row['hardware']}"
+        view.add_row(
+            row["method"],
+            _text(row["kernels"]),
+            _text(row["execution"]),
+            _number(row["latency_ms"], 2),
+            _number(row["latency_p20_ms"], 2),
+            _number(row["latency_p80_ms"], 2),
+            _number(row["peak_memory_gib"], 2),
+            _number(row["state_bytes_per_param"], 2),
+            _number(row["tokens_per_s"], 0),
+            _number(row["mfu_pct"], 1),
+            status,
+            escape(_text(row["notes"])),
+            style=None if row["status"] == "ok" else "dim",
+        )
+    return view
+
+
+def methods_table(specs: Sequence[OptimizerSpec], installed: dict[str, str]) -> Table:
+    """What ``forge-bench list`` shows. ``installed``: version (or nothing) by distribution."""
+    view = Table(title="Methods", title_justify="left", show_lines=True)
+    for name in ("key", "method", "package", "installed", "licence", "states", "devices"):
+        view.add_column(name)
+    view.add_column("exact")
+    view.add_column("what it is; what it cannot do", overflow="fold")
+    for spec in specs:
+        limits = (
+            f"\n[dim]cannot / needs: {escape(', '.join(spec.limits))}[/dim]" if spec.limits else ""
+        )
+        view.add_row(
+            spec.key,
+            spec.method,
+            spec.distribution or "(this project or torch)",
+            installed[spec.distribution] or "no",
+            spec.licence,
+            spec.states,
+            ", ".join(spec.devices),
+            "yes" if spec.exact else "no",
+            escape(spec.summary) + limits,
+        )
+    return view
+
+
+def markdown(frame: pd.DataFrame, run_id: str) -> str:
+    """The measured rows of ``run_id`` and the published rows of the same work, as Markdown.
+
+    Raises:
+        ValueError: the leaderboard has no such run.
+    """
+    rows = frame[(frame["source"] == "measured") & (frame["run_id"] == run_id)]
+    if rows.empty:
+        known = ", ".join(sorted(frame["run_id"].dropna().unique())) or "none"
+        raise ValueError(f"--run: no run {run_id!r} in the leaderboard; there are: {known}")
+    first = rows.iloc[0]
+    published = frame[
+        (frame["source"] == "published")
+        & (frame["model"] == first["model"])
+        & (frame["batch"] == first["batch"])
+        & (frame["seq"] == first["seq"])
+        & (frame["hardware"] == first["hardware"])
+    ].set_index("method")
+    lines = [
+        f"{first['model']}, batch {first['batch']}, sequence {first['seq']}, {first['precision']}, "
+        f"one {first['hardware']}, torch {first['torch']}, {first['date']}, commit "
+        f"{first['commit']} (run `{run_id}`).",
+        "",
+        "| method | model kernels | execution | ms / step | p20 to p80 | peak GiB | state B/param "
+        "| tokens/s | published ms / GiB |",
+        "|---|---|---|--:|--:|--:|--:|--:|--:|",
+    ]
+    for row in rows.to_dict("records"):
+        lines.append(_markdown_row(row, published))
+    return "\n".join(lines)
+
+
+def _markdown_row(row: dict[str, Any], published: pd.DataFrame) -> str:
+    theirs = ""
+    if row["method"] in published.index and row["execution"] == "eager":
+        other = published.loc[row["method"]]
+        theirs = f"{other['latency_ms']:.1f} / {other['peak_memory_gib']:.1f}"
+    if row["status"] != "ok":
+        cells = [row["status"], "", "", "", ""]
+    else:
+        spread = f"{_number(row['latency_p20_ms'], 1)} to {_number(row['latency_p80_ms'], 1)}"
+        cells = [
+            _number(row["latency_ms"], 1),
+            spread,
+            _number(row["peak_memory_gib"], 2),
+            _number(row["state_bytes_per_param"], 2),
+            _number(row["tokens_per_s"], 0),
+        ]
+    return f"| {' | '.join([row['method'], row['kernels'], row['execution'], *cells, theirs])} |"
+
+
+def rewrite_readme(readme: Path, text: str) -> None:
+    """Replace what stands between the two marker comments of ``readme``.
+
+    Raises:
+        ValueError: the file or its markers are missing.
+    """
+    content = readme.read_text() if readme.exists() else ""
+    before, begin, rest = content.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"--readme {readme}: needs the lines {BEGIN} and {END}")
+    write_atomically(readme, f"{before}{BEGIN}\n{text}\n{END}{after}")
+
+
+def _text(value: Any) -> str:
+    return "" if pd.isna(value) else str(value)
+
+
+def _number(value: Any, places: int) -> str:
+    return "" if pd.isna(value) else f"{value:,.{places}f}"

@@ -1,0 +1,286 @@
+"""Runs one row in its own process: ``python -m forge.harness.worker JOB.json RESULT.json``."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import signal
+import sys
+import traceback
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from forge.harness import checks, timing
+from forge.harness.attention import attention_backend
+from forge.harness.efficiency import mfu_pct, model_flops
+from forge.harness.environment import package_version
+from forge.harness.execution import GraphStep, UnsupportedExecution, build_step
+from forge.harness.memory import GIB, PeakMeter, state_bytes
+from forge.harness.rows import Row
+from forge.harness.workloads import MODELS, build_model, load_model
+from forge.optim.spec import Hyper
+
+HYPER = Hyper()
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a worker is asked to do. ``row=None`` asks for the gate's reference trajectory."""
+
+    row: dict[str, str] | None
+    model: str
+    weights: str | None
+    batch: int
+    seq: int
+    device: str
+    dtype: str
+    attention: str
+    data: str
+    seed: int
+    warmup: int
+    steps: int | None
+    hardware: str
+    reference: str | None = None
+
+
+@dataclass
+class Result:
+    """What a worker hands back: fields of a :class:`~forge.harness.records.Record`."""
+
+    status: str
+    notes: str = ""
+    fields: dict[str, Any] = field(default_factory=dict)
+
+
+class GateFailed(RuntimeError):
+    """The method did not train as the reference; the message says how."""
+
+
+def run(job: Job) -> Result:
+    """Do ``job``; what goes wrong becomes a status and its reason."""
+    fields: dict[str, Any] = {}
+    try:
+        if job.row is None:
+            return Result("ok", fields={"trajectory": _reference(job).to_json()})
+        _measure(job, Row(**job.row), fields)
+        return Result("ok", fields.pop("notes", ""), fields)
+    except GateFailed as error:
+        return Result("failed", f"gate: {error}", fields)
+    except UnsupportedExecution as error:
+        return Result("unsupported", str(error), fields)
+    except Missing as error:
+        return Result("skipped", str(error), fields)
+    except MemoryError as error:
+        return Result("oom", f"out of host memory: {error}", fields)
+    except Exception as error:
+        traceback.print_exc()
+        if _is_oom(error):
+            return Result("oom", _one_line(error), fields)
+        return Result("failed", _one_line(error), fields)
+
+
+class Missing(RuntimeError):
+    """The package of a method is installed but does not import."""
+
+
+def _is_oom(error: BaseException) -> bool:
+    text = str(error)
+    return isinstance(error, torch.cuda.OutOfMemoryError) or any(
+        phrase in text for phrase in ("CUDA out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+    )
+
+
+def _one_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"[:300]
+
+
+def _resolve(row: Row) -> Any:
+    try:
+        return row.spec.resolve()
+    except (ImportError, AttributeError, RuntimeError, OSError) as error:
+        name = row.spec.distribution or "torch"
+        raise Missing(f"{name} does not import: {_one_line(error)}") from error
+
+
+def _measure(job: Job, row: Row, fields: dict[str, Any]) -> None:
+    target = _resolve(row)
+    if row.spec.distribution:
+        fields["rival_version"] = package_version(row.spec.distribution)
+    batches = _load_batches(job)
+    _gate(job, row, target, batches, fields)
+    _free(job.device)
+    fields["gate_detail"]["left_gib"] = _allocated_gib(job.device)
+    _time(job, row, target, batches, fields)
+
+
+def _gate(job: Job, row: Row, target: Any, batches: list[Any], fields: dict[str, Any]) -> None:
+    fields["gate"] = "fail"
+    assert job.reference is not None
+    reference = checks.Trajectory.from_json(json.loads(Path(job.reference).read_text()))
+    model = build_model(
+        _config(job),
+        device=job.device,
+        dtype=getattr(torch, job.dtype),
+        attention=job.attention,
+        kernels=row.kernels,
+        seed=job.seed,
+    )
+    step = _build_step(row, target, model, checks.GATE_HYPER, batches[0])
+    trajectory = checks.run_trajectory(model, step, batches[:2], len(reference.losses))
+    fields["loss"] = trajectory.losses[-1]
+    fields["gate_detail"] = {
+        "steps": len(trajectory.losses),
+        "hyper": asdict(checks.GATE_HYPER),
+        "tolerance": asdict(checks.EXACT if row.spec.exact else checks.LOSSY),
+        "losses": trajectory.losses,
+        "reference_losses": reference.losses,
+        "movement": {kind: asdict(m) for kind, m in trajectory.movement.items()},
+        "reference_movement": {kind: asdict(m) for kind, m in reference.movement.items()},
+    }
+    reasons = checks.judge(trajectory, reference, row.spec.exact)
+    if reasons:
+        raise GateFailed("; ".join(reasons))
+    fields["gate"] = "pass"
+
+
+def _time(job: Job, row: Row, target: Any, batches: list[Any], fields: dict[str, Any]) -> None:
+    dtype = getattr(torch, job.dtype)
+    common: dict[str, Any] = dict(
+        device=job.device, dtype=dtype, attention=job.attention, kernels=row.kernels
+    )
+    if job.weights:
+        model = load_model(job.weights, **common)
+    else:
+        model = build_model(_config(job), **common, seed=job.seed)
+    fields["attention"] = attention_backend(model, batches[0])
+    meter = PeakMeter(job.device)
+    step = _build_step(row, target, model, HYPER, batches[0])
+    optimizer = step.optimizer
+    meter.reset()
+    fields["warmup_ms"], _ = timing.time_steps(step, batches, job.warmup, job.device)
+    fields["peak_warmup_gib"], _ = meter.read()
+    steps = job.steps or timing.steps_needed(fields["warmup_ms"])
+    meter.reset()
+    samples, loss = timing.time_steps(step, batches, steps, job.device, start=job.warmup)
+    allocated, fields["peak_reserved_gib"] = meter.read()
+    # A replayed graph allocates nothing that the allocator sees: its peak is that of the capture.
+    captured = step.run.peak_bytes / GIB if isinstance(step.run, GraphStep) else 0.0
+    fields["peak_memory_gib"] = max(allocated, captured)
+    fields["memory_kind"] = meter.kind
+    if not bool(torch.isfinite(loss)):
+        raise RuntimeError(f"the loss is {float(loss)} after {job.warmup + steps} steps")
+    p20, p50, p80 = timing.quantiles(samples)
+    params = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    held = state_bytes(optimizer, model)
+    tokens = job.batch * job.seq
+    fields |= dict(
+        samples_ms=samples,
+        steps=steps,
+        latency_ms=p50,
+        latency_p20_ms=p20,
+        latency_p80_ms=p80,
+        params=params,
+        state_bytes=held,
+        state_bytes_per_param=held / params,
+        tokens_per_s=tokens / p50 * 1e3,
+        mfu_pct=mfu_pct(model_flops(_config(job), job.batch, job.seq), p50, job.hardware),
+        slow_steps=timing.slow_steps(samples),
+    )
+    fields["notes"] = _notes(fields)
+
+
+def _notes(fields: dict[str, Any]) -> str:
+    notes = []
+    first, median = fields["warmup_ms"][0] if fields["warmup_ms"] else 0, fields["latency_ms"]
+    if first > timing.SLOW_FACTOR * median:
+        notes.append(f"first step {first:.0f} ms")
+    if fields["peak_warmup_gib"] > 1.1 * fields["peak_memory_gib"]:
+        notes.append(f"peak in warm-up {fields['peak_warmup_gib']:.2f} GiB")
+    if fields["slow_steps"]:
+        slow = max(fields["samples_ms"][i] for i in fields["slow_steps"])
+        notes.append(f"{len(fields['slow_steps'])} slow steps, up to {slow:.0f} ms")
+    left = fields["gate_detail"]["left_gib"]
+    if left > 0.05:
+        notes.append(f"{left:.2f} GiB of the peak are left from the gate")
+    return "; ".join(notes)
+
+
+class _Step:
+    """A training step that remembers its optimizer."""
+
+    def __init__(self, step: Any, optimizer: Any) -> None:
+        self.run, self.optimizer = step, optimizer
+
+    def __call__(self, batch: dict[str, Tensor]) -> Tensor:
+        return self.run(batch)
+
+
+def _build_step(
+    row: Row, target: Any, model: nn.Module, hyper: Hyper, example: dict[str, Tensor]
+) -> _Step:
+    graph = "cuda_graph" in row.execution
+    hyper = Hyper(**{**asdict(hyper), "capturable": graph and row.spec.capturable})
+    optimizer = row.spec.build(target, model, hyper)
+    return _Step(build_step(model, optimizer, row.spec, hyper, row.execution, example), optimizer)
+
+
+def _reference(job: Job) -> checks.Trajectory:
+    model = build_model(
+        _config(job),
+        device=job.device,
+        dtype=getattr(torch, job.dtype),
+        attention=job.attention,
+        kernels="hf",
+        seed=job.seed,
+    ).float()
+    steps = checks.GATE_STEPS[job.device]
+    return checks.reference_trajectory(model, _load_batches(job)[:2], steps)
+
+
+def _config(job: Job) -> Any:
+    if job.weights:
+        from transformers import AutoConfig
+
+        return AutoConfig.from_pretrained(job.weights)
+    return MODELS[job.model].hf_config()
+
+
+def _load_batches(job: Job) -> list[dict[str, Tensor]]:
+    ids = torch.from_numpy(np.load(job.data).astype(np.int64)).to(job.device)
+    return [{"input_ids": batch, "labels": batch.clone()} for batch in ids]
+
+
+def _free(device: str) -> None:
+    gc.collect()
+    torch._dynamo.reset()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _allocated_gib(device: str) -> float:
+    return torch.cuda.memory_allocated() / GIB if device == "cuda" else 0.0
+
+
+def _die_with_parent() -> None:
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+
+def main() -> None:
+    """Entry: read the job, run it, write the result."""
+    _die_with_parent()
+    job_path, result_path = map(Path, sys.argv[1:3])
+    result = run(Job(**json.loads(job_path.read_text())))
+    result_path.write_text(json.dumps(asdict(result)))
+
+
+if __name__ == "__main__":
+    main()
