@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -147,15 +148,25 @@ def _capture(
 def _warm_up(
     step: Step, model: nn.Module, optimizer: Any, batch: Batch, stream: torch.cuda.Stream
 ) -> None:
-    """Run ``step`` a few times on ``stream``, then restore what it trained."""
-    trained = (*model.parameters(), *model.buffers(), *reachable_tensors(optimizer, skip=model))
-    known = {id(tensor): tensor for tensor in trained}
+    with restored(model, optimizer):
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(_WARMUP_STEPS):
+                step(batch)
+        torch.cuda.current_stream().wait_stream(stream)
+
+
+@contextmanager
+def restored(model: nn.Module, optimizer: Any) -> Iterator[None]:
+    """Put parameters, buffers and optimizer state back to what they were before the block.
+
+    In place, so that a graph captured afterwards sees the same memory. State that the block created
+    stays allocated and is set to zero.
+    """
+    tensors = (*model.parameters(), *model.buffers(), *reachable_tensors(optimizer, skip=model))
+    known = {id(tensor): tensor for tensor in tensors}
     saved = [(tensor, tensor.detach().clone()) for tensor in known.values()]
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(_WARMUP_STEPS):
-            step(batch)
-    torch.cuda.current_stream().wait_stream(stream)
+    yield
     with torch.no_grad():
         for tensor, value in saved:
             tensor.copy_(value)

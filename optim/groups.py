@@ -28,5 +28,7 @@ def split_hidden_linears(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
             "model: no trainable nn.Linear under a module named 'attn' or 'mlp'; "
             "this method needs hidden matrices, choose another optimizer"
         )
-    others = [p for p in model.parameters() if p.requires_grad and id(p) not in hidden]
+    others: list[Tensor] = [
+        p for p in model.parameters() if p.requires_grad and id(p) not in hidden
+    ]
     return list(hidden.values()), others
