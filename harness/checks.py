@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from forge.optim.spec import Hyper
 
 GATE_STEPS = {"cuda": 10, "cpu": 6}
-# A step moves a weight by about lr = 1e-3 (8 bf16 ulps at 0.02) and decay takes 1 % of it (2 ulps).
-GATE_HYPER = Hyper(lr=1e-3, weight_decay=10.0)
+# A step moves a weight by about 1e-3 (8 bf16 ulps at 0.02); decay takes 2^-7 of it, so that bf16
+# holds the factor 1 - lr * weight_decay exactly.
+GATE_HYPER = Hyper(lr=1e-3, weight_decay=7.8125)
 STATE_OF_TRUTH = "torch AdamW, fp32 weights and states"
 
 
@@ -42,7 +43,9 @@ class Tolerance:
 
 
 EXACT = Tolerance(loss=0.10, moved=1.25, shrink=0.25)
-LOSSY = Tolerance(loss=1.00, moved=4.0, shrink=0.5)
+# A lossy method takes steps of its own size (APOLLO at rank 256: 5 x AdamW's): only gross errors
+# and a wrong decay can be told from the method.
+LOSSY = Tolerance(loss=1.00, moved=8.0, shrink=0.5)
 # bf16 vectors (norm weights near 1, ulp 0.004 to 0.008) round a step of 0.01 coarsely.
 VECTOR_SLACK = 2.0
 # What bf16 activations alone change in the loss.
