@@ -10,13 +10,15 @@ and every input gradient has read the old weight. That moment triggers the updat
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
+
+# The inputs x [..., K] and output gradients dy [..., N] whose products dy^T x add up to a gradient.
+Factors = list[tuple[Tensor, Tensor]]
 
 _SLOTS: dict[int, weakref.ref[Slot]] = {}
 
@@ -38,24 +40,24 @@ class Slot:
         self.clock = clock
         self.updated = False
         self.node: Any = None
+        self.factors: Factors = []
         self._hook: Any = None
-        self._factors: list[tuple[Tensor, Tensor]] = []
         self._task = -1
         key = id(param)
         _SLOTS[key] = weakref.ref(self, lambda _: _SLOTS.pop(key, None))
 
-    def attach(self, on_complete: Callable[[Slot], None]) -> None:
-        """Call ``on_complete(self)`` whenever a backward pass has completed this gradient.
+    def attach(self, queue: Any) -> None:
+        """Call ``queue.complete(self)`` whenever a backward pass has completed this gradient.
 
         The parameter must require a gradient. Both references back are weak: the autograd node
         lives in C++, where Python's cycle collector does not look.
         """
-        slot, method = weakref.ref(self), weakref.WeakMethod(on_complete)
+        slot_ref, queue_ref = weakref.ref(self), weakref.ref(queue)
 
         def hook(_grad_inputs: Any, _grad_outputs: Any) -> None:
-            live_slot, live_method = slot(), method()
-            if live_slot is not None and live_method is not None:
-                live_method(live_slot)
+            slot, queue = slot_ref(), queue_ref()
+            if slot is not None and queue is not None:
+                queue.complete(slot)
 
         # AccumulateGrad runs once a backward, after every use of the parameter has contributed. The
         # tensor's own post-accumulate hook is not called when no use returned a gradient tensor.
@@ -74,8 +76,8 @@ class Slot:
         """Keep ``dW = dy^T x`` as its factors. False: the caller must return the gradient itself.
 
         Args:
-            x: [M, K] input of the layer.
-            dy: [M, N] gradient of its output.
+            x: [..., K] input of the layer.
+            dy: [..., N] gradient of its output.
         """
         try:
             if not torch._C._will_engine_execute_node(self.node):
@@ -85,13 +87,13 @@ class Slot:
         task = torch._C._current_graph_task_id()
         if task != self._task:
             # What an earlier backward left behind was abandoned by an exception.
-            self._factors, self._task = [], task
-        self._factors.append((x, dy))
+            self.factors, self._task = [], task
+        self.factors.append((x, dy))
         return True
 
-    def take(self) -> list[tuple[Tensor, Tensor]]:
-        """The factors ``(x, dy)`` collected in this backward; forgets them."""
-        factors, self._factors = self._factors, []
+    def take(self) -> Factors:
+        """The factors collected in this backward; forgets them."""
+        factors, self.factors = self.factors, []
         return factors
 
 
@@ -109,26 +111,29 @@ class LinearFunction(torch.autograd.Function):
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, slot: Slot) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.slot = slot
-        ctx.bias_dtype = bias.dtype if bias is not None else None
-        return F.linear(x, weight.to(x.dtype), bias.to(x.dtype) if bias is not None else None)
+        if bias is not None:
+            ctx.bias_dtype = bias.dtype
+            bias = bias.to(x.dtype)
+        return F.linear(x, weight if weight.dtype == x.dtype else weight.to(x.dtype), bias)
 
     @staticmethod
     def backward(ctx, dy: Tensor):
+        slot = ctx.slot
         if torch.is_grad_enabled():
             raise RuntimeError(
-                f"create_graph=True: the weight {ctx.slot.name!r} is updated inside backward, so "
+                f"create_graph=True: the weight {slot.name!r} is updated inside backward, so "
                 "its backward cannot be differentiated; use torch.optim.AdamW for this model"
             )
         x, weight = ctx.saved_tensors
-        dx = dy @ weight.to(dy.dtype) if ctx.needs_input_grad[0] else None
-        rows = dy.reshape(-1, dy.shape[-1])
-        dw = db = None
-        if ctx.needs_input_grad[1]:
-            inputs = x.reshape(-1, x.shape[-1])
-            if not ctx.slot.collect(inputs, rows):
-                dw = (rows.t() @ inputs).to(weight.dtype)
-        if ctx.needs_input_grad[2]:
-            db = rows.sum(0).to(ctx.bias_dtype)
+        need_x, need_weight, need_bias, _ = ctx.needs_input_grad
+        dx = dw = db = None
+        if need_x:
+            dx = dy @ (weight if weight.dtype == dy.dtype else weight.to(dy.dtype))
+        if need_weight and not slot.collect(x, dy):
+            dw = dy.reshape(-1, dy.shape[-1]).t() @ x.reshape(-1, x.shape[-1])
+            dw = dw.to(weight.dtype)
+        if need_bias:
+            db = dy.reshape(-1, dy.shape[-1]).sum(0).to(ctx.bias_dtype)
         return dx, dw, db, None
 
 

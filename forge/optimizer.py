@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import increment_version
 
-from forge.kernels.apply_rule import apply_rule
-from forge.kernels.wgrad_update import wgrad_update
 from forge.linear import ForgeLinear, Slot, fuse_linears, slot_of
 from forge.optim.clock import Clock
 from forge.optim.rules import ADAMW, Rule
 from forge.optim.states import check_format, new_states
+from forge.queue import UpdateQueue
 
 _DTYPES = (torch.bfloat16, torch.float32)
 
@@ -57,11 +56,12 @@ class ForgeOptimizer(torch.optim.Optimizer):
         self._clocks: list[Clock] = []
         self._names = {id(p): n for n, p in model.named_parameters()} if model is not None else {}
         self._layers: list[nn.Linear] = []
+        self._state: defaultdict[Tensor, Any] = defaultdict(dict)
+        self._queue = UpdateQueue(self.rule, states, rounding == "stochastic", self._state)
         super().__init__(params, defaults)
+        self.state = self._state
         if model is not None:
             self._layers = fuse_linears(model)
-
-    # -- parameters -------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as in ``torch.optim.Optimizer``. Its layers are not fused.
@@ -94,7 +94,7 @@ class ForgeOptimizer(torch.optim.Optimizer):
             slot = Slot(param, name, salt, clock)
             self._slots.append(slot)
             if param.requires_grad:
-                slot.attach(self._complete)
+                slot.attach(self._queue)
         self._clocks.extend(clocks.values())
 
     def release(self) -> None:
@@ -105,56 +105,6 @@ class ForgeOptimizer(torch.optim.Optimizer):
             if type(layer) is ForgeLinear:
                 layer.__class__ = nn.Linear
         self._slots, self._clocks, self._layers = [], [], []
-
-    # -- updates ----------------------------------------------------------------------------------
-
-    def _complete(self, slot: Slot) -> None:
-        """A backward pass has completed the gradient of ``slot``: update, free the gradient."""
-        factors, grad = slot.take(), slot.param.grad
-        if not factors and grad is None:
-            return
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                f"create_graph=True: {slot.name!r} is updated inside backward; use torch.optim.AdamW"
-            )
-        if slot.updated:
-            raise RuntimeError(
-                f"second backward before step(): {slot.name!r} was already updated in this step. "
-                "Call optimizer.step() after every backward; to accumulate, put the micro-batches "
-                "into one batch, or use torch.optim.AdamW"
-            )
-        self._update(slot, factors, grad)
-
-    def _update(self, slot: Slot, factors: list[tuple[Tensor, Tensor]], grad: Tensor | None) -> None:
-        param, clock = slot.param, slot.clock
-        if grad is not None and grad.is_sparse:
-            raise RuntimeError(f"{slot.name!r} has a sparse gradient: build the layer with sparse=False")
-        state = self.state[param]
-        if not state:
-            state.update(step=clock.step, **new_states(self.rule, self.states, param))
-        if not clock.running:
-            clock.begin()
-        update = (
-            [state[name] for name in self.rule.states],
-            clock.scalars,
-            clock.seed if self.rounding == "stochastic" else None,
-            slot.salt,
-            self.rule.update,
-        )
-        if grad is None:
-            if len(factors) == 1:
-                x, dy = factors[0]
-            else:
-                # dy1^T x1 + dy2^T x2 is one product over the tokens of both calls.
-                x, dy = (torch.cat(parts) for parts in zip(*factors, strict=True))
-            wgrad_update(dy, x, param, *update)
-        else:
-            for x, dy in factors:
-                grad.add_(dy.t() @ x)
-            apply_rule(param, grad, *update)
-            param.grad = None
-        increment_version([param])
-        slot.updated = True
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -168,12 +118,12 @@ class ForgeOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for slot in self._slots:
-            grad = slot.param.grad
-            if grad is not None and not slot.updated:
-                self._update(slot, [], grad)
+            if slot.param.grad is not None and not slot.updated:
+                self._queue.push(slot)
             if slot.node is None and slot.param.requires_grad:
                 _check_parameter(slot.param, slot.name, attached=True)
-                slot.attach(self._complete)
+                slot.attach(self._queue)
+        self._queue.flush()
         self._split_clocks()
         for clock in self._clocks:
             clock.running = False
@@ -196,8 +146,6 @@ class ForgeOptimizer(torch.optim.Optimizer):
         slot.clock = clock
         if self.state.get(slot.param):
             self.state[slot.param]["step"] = clock.step
-
-    # -- state ------------------------------------------------------------------------------------
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict()`` returned, or the state of the same rule's torch optimizer.
@@ -359,6 +307,4 @@ class ForgeAdamW(ForgeOptimizer):
         if not weight_decay >= 0.0:
             raise ValueError(f"Invalid weight_decay value: {weight_decay}")
         defaults = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
-        super().__init__(
-            params, defaults, model=model, states=states, rounding=rounding, seed=seed
-        )
+        super().__init__(params, defaults, model=model, states=states, rounding=rounding, seed=seed)

@@ -1,8 +1,8 @@
-"""Element-wise optimizer update with a gradient that exists.
+"""Element-wise optimizer update with gradients that exist, many parameters in one launch.
 
     w, states = rule(w, g, states, scalars)          fp32 arithmetic, one rounding a stored value
 
-Shapes: ``param``, ``grad`` and every state have one shape and one dense memory layout.
+Shapes: a parameter, its gradient and its states have one shape and one dense memory layout.
 """
 
 from __future__ import annotations
@@ -14,6 +14,16 @@ from torch import Tensor
 
 from forge.kernels.rounding import hash32, hash32_reference, round_reference, round_to
 from forge.kernels.runtime import Dual, on_device, runs_triton, tl, triton
+from forge.kernels.table import (
+    CAPACITY,
+    alignment,
+    chunks,
+    field,
+    find_entry,
+    offset,
+    pointer,
+    pointer_table,
+)
 
 _BLOCK = 1024
 
@@ -27,7 +37,7 @@ def apply_rule_reference(
     salt: int,
     rule: Dual,
 ) -> None:
-    """The update in plain torch. Draws the same random bits as the kernel."""
+    """The update of one parameter in plain torch. Draws the same random bits as the kernel."""
     h = None
     if seed is not None:
         # Index in memory order: it is what the kernel hashes, also for a transposed parameter.
@@ -79,68 +89,93 @@ def update_elements(
         tl.store(state_ptrs[j] + index, s, mask=mask)
 
 
-@triton.jit(do_not_specialize=["salt"])
+@triton.jit
 def _apply_rule_kernel(
+    table_ptr,  # fields: salt, numel, offsets of w, g and the states from the next arguments
     w_ptr,
     g_ptr,
     state_ptrs,
     scalars_ptr,
     seed_ptr,
-    salt,
-    numel,
     RULE: tl.constexpr,
     SCALARS: tl.constexpr,
     STOCHASTIC: tl.constexpr,
+    ALIGN: tl.constexpr,
     BLOCK: tl.constexpr,
+    CAPACITY: tl.constexpr,
 ):
-    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    entry, block = find_entry(table_ptr, CAPACITY)
+    salt = field(table_ptr, entry, 1, 1, CAPACITY)
+    numel = field(table_ptr, entry, 2, ALIGN, CAPACITY)
+    w_ptr = pointer(w_ptr, table_ptr, entry, 3, ALIGN, CAPACITY)
+    g_ptr = pointer(g_ptr, table_ptr, entry, 4, ALIGN, CAPACITY)
+    states = ()
+    for j in tl.static_range(len(state_ptrs)):
+        states = states + (pointer(state_ptrs[j], table_ptr, entry, 5 + j, ALIGN, CAPACITY),)
+    index = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = index < numel
     g = tl.load(g_ptr + index, mask=mask, other=0.0).to(tl.float32)
     update_elements(
-        w_ptr, state_ptrs, scalars_ptr, seed_ptr, salt, g, index, mask, RULE, SCALARS, STOCHASTIC
+        w_ptr, states, scalars_ptr, seed_ptr, salt, g, index, mask, RULE, SCALARS, STOCHASTIC
     )
 
 
 def apply_rule(
-    param: Tensor,
-    grad: Tensor,
-    states: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    params: Sequence[Tensor],
+    states: Sequence[Sequence[Tensor]],
+    salts: Sequence[int],
     scalars: Tensor,
     seed: Tensor | None,
-    salt: int,
     rule: Dual,
 ) -> None:
-    """Update ``param`` and ``states`` in place from ``grad``.
+    """Update every parameter and its states in place from its gradient.
 
     Args:
-        param: bf16 or fp32, any shape, dense (its elements fill a contiguous range of memory).
-        grad: same shape as ``param``, any float dtype and strides.
-        states: same shape and strides as ``param``, bf16 or fp32.
+        grads: each the shape of its parameter, one float dtype for all, any strides.
+        params: bf16 or fp32, one dtype and device for all, any shapes, dense (the elements of one
+            fill a contiguous range of memory).
+        states: for each parameter its states, of its shape and strides; one dtype for all.
+        salts: a number of each parameter's own, so that parameters draw different random bits.
         scalars: fp32 [S] on the device, in the order that ``rule`` reads.
         seed: int32 [] on the device for stochastic rounding of what is stored in bf16;
             None rounds to nearest.
-        salt: a number of this parameter's own, so that parameters draw different bits.
         rule: ``(w, g, states, scalars) -> (w, states)``.
     """
-    if not runs_triton(param):
-        apply_rule_reference(param, grad, states, scalars, seed, salt, rule)
+    if not runs_triton(params[0]):
+        for param, grad, state, salt in zip(params, grads, states, salts, strict=True):
+            apply_rule_reference(param, grad, state, scalars, seed, salt, rule)
         return
-    if param.numel() == 0:
-        return
-    if grad.stride() != param.stride():
-        grad = torch.empty_like(param, dtype=grad.dtype).copy_(grad)
-    with on_device(param):
-        _apply_rule_kernel[(triton.cdiv(param.numel(), _BLOCK),)](
-            param,
-            grad,
-            tuple(states),
-            scalars,
-            seed if seed is not None else scalars,
+    grads = [
+        g if g.stride() == p.stride() else torch.empty_like(p, dtype=g.dtype).copy_(g)
+        for p, g in zip(params, grads, strict=True)
+    ]
+    base = [params[0], grads[0], *states[0]]
+    rows = [
+        (
+            triton.cdiv(p.numel(), _BLOCK),
             salt,
-            param.numel(),
-            RULE=rule.triton,
-            SCALARS=scalars.numel(),
-            STOCHASTIC=seed is not None,
-            BLOCK=_BLOCK,
-            num_warps=4,
+            p.numel(),
+            *map(offset, (p, g, *state), base),
         )
+        for p, g, state, salt in zip(params, grads, states, salts, strict=True)
+        if p.numel() > 0
+    ]
+    for chunk in chunks(rows):
+        table, programs = pointer_table(chunk, params[0].device)
+        with on_device(params[0]):
+            _apply_rule_kernel[(programs,)](
+                table,
+                base[0],
+                base[1],
+                tuple(base[2:]),
+                scalars,
+                seed if seed is not None else scalars,
+                RULE=rule.triton,
+                SCALARS=scalars.numel(),
+                STOCHASTIC=seed is not None,
+                ALIGN=alignment(chunk, fields=slice(2, None)),
+                BLOCK=_BLOCK,
+                CAPACITY=CAPACITY,
+                num_warps=4,
+            )
