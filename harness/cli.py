@@ -75,7 +75,7 @@ def run(
     as_json: Annotated[bool, typer.Option("--json", help="results as JSON on stdout")] = False,
 ) -> None:
     """Measure step time and peak memory of every method on the same work."""
-    console = Console(stderr=as_json)
+    console = _console(stderr=as_json)
     if resume is not None:
         _only_resume(context)
         folder, settings = resume, _checked(load_settings, resume)
@@ -106,6 +106,12 @@ def run(
         folder, settings = _create(out, settings, rows)
     records_found = _execute(folder, settings, console)
     _report(records_found, settings, console, as_json)
+
+
+def _console(stderr: bool = False) -> Console:
+    console = Console(stderr=stderr)
+    # A pipe or a file has no width; 80 columns would cut the tables.
+    return console if console.is_terminal else Console(stderr=stderr, width=180)
 
 
 def _only_resume(context: typer.Context) -> None:
@@ -273,7 +279,7 @@ def list_methods() -> None:
         spec.distribution: environment.package_version(spec.distribution or "torch")
         for spec in specs
     }
-    Console().print(tables.methods_table(specs, installed))
+    _console().print(tables.methods_table(specs, installed))
 
 
 @app.command("leaderboard")

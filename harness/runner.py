@@ -6,9 +6,6 @@ import json
 import os
 import random
 import re
-import signal
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -19,12 +16,12 @@ from typing import Any
 import numpy as np
 
 from forge.harness import data, records
+from forge.harness.processes import COMMAND, Workers
 from forge.harness.records import Record
 from forge.harness.rows import Row, cannot_run
 from forge.harness.worker import Job, Result
 
 SETTINGS_FILE, LOG_FILE = "run.json", "log.txt"
-WORKER = (sys.executable, "-m", "forge.harness.worker")
 
 
 @dataclass(frozen=True)
@@ -108,7 +105,7 @@ class Run:
     folder: Path
     environment: dict[str, Any]
     say: Callable[[str], None]
-    worker: Sequence[str] = WORKER
+    worker: Sequence[str] = COMMAND
 
     def log(self, text: str) -> None:
         """Append a line to ``log.txt``."""
@@ -135,17 +132,22 @@ class Run:
             ids = data.make_batches(s.data, s.batch, s.seq, _vocabulary(s), s.seed)
             np.save(batches, ids)
             source = f"{s.data} {data.fingerprint(ids)} ({len(ids)} batches)"
-            session = _Session(self, Path(scratch), batches, source)
-            for order, repeat, row in rows:
-                record = session.record(order, repeat, row)
-                records.append(self.folder, record)
-                self.log(f"{record.row} repeat={repeat} -> {record.status} {record.notes}")
-                yield record
+            server_log = Path(scratch) / "server.txt"
+            with Workers(s.device, server_log, _worker_environment(s), self.worker) as workers:
+                session = _Session(self, workers, Path(scratch), batches, source)
+                for order, repeat, row in rows:
+                    record = session.record(order, repeat, row)
+                    records.append(self.folder, record)
+                    self.log(f"{record.row} repeat={repeat} -> {record.status} {record.notes}")
+                    yield record
 
 
 class _Session:
-    def __init__(self, run: Run, scratch: Path, batches: Path, source: str) -> None:
-        self.run, self.scratch, self.batches, self.source = run, scratch, batches, source
+    def __init__(
+        self, run: Run, workers: Workers, scratch: Path, batches: Path, source: str
+    ) -> None:
+        self.run, self.workers = run, workers
+        self.scratch, self.batches, self.source = scratch, batches, source
         self.reference: Path | None = None
         self.no_reference = ""
 
@@ -189,8 +191,9 @@ class _Session:
         job_path, result_path = self.scratch / "job.json", self.scratch / "result.json"
         result_path.unlink(missing_ok=True)
         job_path.write_text(json.dumps(asdict(job)))
-        command = [*self.run.worker, str(job_path), str(result_path)]
-        output, ending = _run_process(command, s.timeout_s, offline=not _is_hub_id(s.weights))
+        output_path = self.scratch / "output.txt"
+        ending = self.workers.run(job_path, result_path, output_path, s.timeout_s)
+        output = output_path.read_text(errors="replace") if output_path.exists() else ""
         with (self.run.folder / LOG_FILE).open("a") as log:
             log.write(f"{_now()} === {row.id if row else 'fp32 reference'}\n{output}")
         if not result_path.exists():
@@ -238,45 +241,12 @@ def _vocabulary(settings: Settings) -> int:
     return MODELS[settings.model].vocab
 
 
-def _is_hub_id(weights: str | None) -> bool:
-    return weights is not None and not Path(weights).exists()
-
-
-def _run_process(command: list[str], timeout_s: float, offline: bool) -> tuple[str, str]:
-    """Run ``command`` in its own session; returns its output and how it ended."""
+def _worker_environment(settings: Settings) -> dict[str, str]:
     env = dict(os.environ, TOKENIZERS_PARALLELISM="false")
-    if offline:
+    hub_id = settings.weights is not None and not Path(settings.weights).exists()
+    if not hub_id:
         env["HF_HUB_OFFLINE"] = "1"
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        env=env,
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        _kill_session(process)
-        output, _ = process.communicate()
-        return output, f"stopped after {timeout_s:g} s"
-    except BaseException:
-        _kill_session(process)
-        process.wait()
-        raise
-    code = process.returncode
-    if code < 0:
-        return output, f"killed by {signal.Signals(-code).name}"
-    return output, f"exited with code {code}"
-
-
-def _kill_session(process: subprocess.Popen[str]) -> None:
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
+    return env
 
 
 def _last_line(output: str) -> str:

@@ -19,12 +19,11 @@ BEGIN, END = "<!-- leaderboard:begin -->", "<!-- leaderboard:end -->"
 def result_table(frame: pd.DataFrame, title: str) -> Table:
     """Rows of a leaderboard frame as a rich table: measured first, then published."""
     view = Table(title=title, title_justify="left")
-    for name in ("method", "kernels", "execution"):
+    for name in ("method", "states", "kernels", "execution"):
         view.add_column(name)
     for name in ("ms / step", "p20", "p80", "peak GiB", "state B/param", "tokens/s", "MFU %"):
         view.add_column(name, justify="right")
     view.add_column("status")
-    view.add_column("notes", overflow="fold")
     source = ""
     for row in frame.to_dict("records"):
         if source and row["source"] != source:
@@ -33,6 +32,7 @@ def result_table(frame: pd.DataFrame, title: str) -> Table:
         status = row["status"] if source == "measured" else f"published, {row['hardware']}"
         view.add_row(
             row["method"],
+            _text(row["states"]),
             _text(row["kernels"]),
             _text(row["execution"]),
             _number(row["latency_ms"], 2),
@@ -43,7 +43,6 @@ def result_table(frame: pd.DataFrame, title: str) -> Table:
             _number(row["tokens_per_s"], 0),
             _number(row["mfu_pct"], 1),
             status,
-            escape(_text(row["notes"])),
             style=None if row["status"] == "ok" else "dim",
         )
     return view

@@ -1,16 +1,22 @@
-"""Runs one row in its own process: ``python -m forge.harness.worker JOB.json RESULT.json``."""
+"""Runs one row in its own process: ``python -m forge.harness.worker JOB.json RESULT.json``.
+
+``--serve DEVICE`` instead reads jobs from standard input and forks a worker for each
+(:mod:`forge.harness.processes`).
+"""
 
 from __future__ import annotations
 
 import ctypes
 import gc
+import importlib
 import json
+import os
 import signal
 import sys
 import traceback
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -65,6 +71,9 @@ class GateFailed(RuntimeError):
 def run(job: Job) -> Result:
     """Do ``job``; what goes wrong becomes a status and its reason."""
     fields: dict[str, Any] = {}
+    if job.device == "cpu":
+        # A second thread halves the time on an idle machine and costs 40 times on a busy one.
+        torch.set_num_threads(1)
     try:
         if job.row is None:
             return Result("ok", fields={"trajectory": _reference(job).to_json()})
@@ -115,7 +124,7 @@ def _measure(job: Job, row: Row, fields: dict[str, Any]) -> None:
         fields["rival_version"] = package_version(row.spec.distribution)
     batches = _load_batches(job)
     _gate(job, row, target, batches, fields)
-    _free(job.device)
+    _free(job.device, row.execution)
     fields["gate_detail"]["left_gib"] = _allocated_gib(job.device)
     _time(job, row, target, batches, fields)
 
@@ -257,9 +266,10 @@ def _load_batches(job: Job) -> list[dict[str, Tensor]]:
     return [{"input_ids": batch, "labels": batch.clone()} for batch in ids]
 
 
-def _free(device: str) -> None:
+def _free(device: str, execution: str) -> None:
+    if execution.startswith("compile"):
+        torch._dynamo.reset()
     gc.collect()
-    torch._dynamo.reset()
     if device == "cuda":
         torch.cuda.empty_cache()
 
@@ -274,12 +284,53 @@ def _die_with_parent() -> None:
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
-def main() -> None:
-    """Entry: read the job, run it, write the result."""
+def work(job_path: str, result_path: str) -> None:
+    """Read the job, run it, write the result."""
     _die_with_parent()
-    job_path, result_path = map(Path, sys.argv[1:3])
-    result = run(Job(**json.loads(job_path.read_text())))
-    result_path.write_text(json.dumps(asdict(result)))
+    result = run(Job(**json.loads(Path(job_path).read_text())))
+    Path(result_path).write_text(json.dumps(asdict(result)))
+
+
+def serve(device: str) -> None:
+    """Fork a worker for every request on standard input; answer its pid, then its exit code."""
+    _die_with_parent()
+    if device == "cpu":
+        # Not for CUDA: with torchao installed this import opens the device, and forks lose it.
+        importlib.import_module("transformers.models.qwen3.modeling_qwen3")
+    for line in sys.stdin:
+        request = json.loads(line)
+        child = os.fork()
+        if not child:
+            _work_forked(**request)
+        print(child, flush=True)
+        _, status = os.waitpid(child, 0)
+        print(os.waitstatus_to_exitcode(status), flush=True)
+
+
+def _work_forked(job: str, result: str, output: str) -> NoReturn:
+    os.setsid()
+    with open(os.devnull) as nothing, open(output, "wb") as text:
+        os.dup2(nothing.fileno(), 0)
+        os.dup2(text.fileno(), 1)
+        os.dup2(text.fileno(), 2)
+    if torch.cuda._is_in_bad_fork():
+        os.execv(sys.executable, [sys.executable, "-m", "forge.harness.worker", job, result])
+    code = 1
+    try:
+        work(job, result)
+        code = 0
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def main() -> None:
+    """Entry point."""
+    if sys.argv[1] == "--serve":
+        serve(sys.argv[2])
+    else:
+        work(*sys.argv[1:3])
 
 
 if __name__ == "__main__":

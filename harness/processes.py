@@ -1,0 +1,121 @@
+"""One fresh process a job, without paying the imports each time.
+
+A server process (``python -m forge.harness.worker --serve DEVICE``) imports everything once and
+forks a worker for each job. It never touches CUDA, so every worker starts with its own context,
+allocator and compile caches, as a new interpreter would.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+COMMAND = (sys.executable, "-m", "forge.harness.worker", "--serve")
+
+
+class Workers:
+    """Starts workers for ``device``. A context manager: leaving it ends what still runs.
+
+    Args:
+        log: file for what the server itself prints.
+        environment: environment variables of the workers.
+        command: the server; gets ``device`` as its last argument.
+    """
+
+    def __init__(
+        self, device: str, log: Path, environment: dict[str, str], command: Sequence[str] = COMMAND
+    ) -> None:
+        self.command = [*command, device]
+        self.log, self.environment = log, environment
+        self.server: subprocess.Popen[bytes] | None = None
+        self.child = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._end_child()
+        self._end_server()
+
+    def run(self, job: Path, result: Path, output: Path, timeout_s: float) -> str:
+        """Have a fresh worker do ``job``; its printed text goes to ``output``.
+
+        Returns:
+            How it ended: ``exited with code 0``, ``killed by SIGKILL``, ``stopped after 900 s``.
+        """
+        server = self._server()
+        assert server.stdin is not None
+        request = json.dumps({"job": str(job), "result": str(result), "output": str(output)})
+        try:
+            server.stdin.write(request.encode() + b"\n")
+            self.child = int(self._answer(server, None) or 0)
+            answer = self._answer(server, timeout_s) if self.child else b""
+        except BrokenPipeError:
+            answer = b""
+        except TimeoutError:
+            self._end_child()
+            self._answer(server, None)
+            return f"stopped after {timeout_s:g} s"
+        self._end_child()
+        if not answer:
+            self._end_server()
+            output.write_text(self.log.read_text(errors="replace"))
+            return "could not start"
+        code = int(answer)
+        if code < 0:
+            return f"killed by {signal.Signals(-code).name}"
+        return f"exited with code {code}"
+
+    def _server(self) -> subprocess.Popen[bytes]:
+        if self.server is None:
+            with self.log.open("wb") as log:
+                self.server = subprocess.Popen(
+                    self.command,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=log,
+                    env=self.environment,
+                    bufsize=0,
+                    start_new_session=True,
+                )
+        return self.server
+
+    @staticmethod
+    def _answer(server: subprocess.Popen[bytes], timeout_s: float | None) -> bytes:
+        assert server.stdout is not None
+        ready, _, _ = select.select([server.stdout], [], [], timeout_s)
+        if not ready:
+            raise TimeoutError
+        return server.stdout.readline()
+
+    def _end_child(self) -> None:
+        # The whole session: compilers start helpers of their own.
+        if self.child:
+            _kill_session(self.child)
+        self.child = 0
+
+    def _end_server(self) -> None:
+        if self.server is not None:
+            _kill_session(self.server.pid)
+            self.server.wait()
+        self.server = None
+
+
+def _kill_session(leader: int) -> None:
+    try:
+        os.killpg(leader, signal.SIGKILL)
+    except ProcessLookupError:
+        return
