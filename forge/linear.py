@@ -39,6 +39,7 @@ class Slot:
         self.salt = salt
         self.clock = clock
         self.updated = False
+        self.target: Any = None
         self.node: Any = None
         self.factors: Factors = []
         self._hook: Any = None
@@ -137,11 +138,16 @@ class LinearFunction(torch.autograd.Function):
         return dx, dw, db, None
 
 
+# `Function.apply` without its checks for function transforms, which `forward` below makes: it is called
+# for every layer of every forward pass, and the host is what an eager step waits for.
+_linear = super(torch.autograd.Function, LinearFunction).apply
+
+
 class ForgeLinear(nn.Linear):
     """An ``nn.Linear`` whose weight gradient goes to the optimizer that holds its weight.
 
-    Without such an optimizer, with a frozen weight, under ``no_grad`` or with gradient hooks on the
-    weight it is a plain ``nn.Linear``.
+    Without such an optimizer, with a frozen weight, under ``no_grad`` or function transforms, or with
+    gradient hooks on the weight it is a plain ``nn.Linear``.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -155,13 +161,14 @@ class ForgeLinear(nn.Linear):
             or not (weight.requires_grad and torch.is_grad_enabled())
             or weight._backward_hooks
             or weight._post_accumulate_grad_hooks
+            or torch._C._are_functorch_transforms_active()
         ):
             return F.linear(input, weight, self.bias)
         if torch.is_autocast_enabled(input.device.type):
             input = input.to(torch.get_autocast_dtype(input.device.type))
         elif input.dtype != weight.dtype:
             return F.linear(input, weight, self.bias)  # raises torch's own dtype error
-        return LinearFunction.apply(input, weight, self.bias, slot)
+        return _linear(input, weight, self.bias, slot)
 
 
 @torch.compiler.disable

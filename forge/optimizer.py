@@ -192,7 +192,7 @@ class ForgeOptimizer(torch.optim.Optimizer):
             if key not in clocks:
                 clocks[key] = Clock(self.rule, group, param.device, self.seed, steps)
             slot.clock = clocks[key]
-            slot.updated = False
+            slot.updated, slot.target = False, None
             if state:
                 mine = new_states(self.rule, self.states, param)
                 for name, tensor in mine.items():

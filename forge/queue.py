@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from forge.kernels.apply_rule import apply_rule
+from forge.kernels.target import Target
 from forge.kernels.wgrad_update import wgrad_update
 from forge.linear import Factors, Slot
 from forge.optim.rules import Rule
@@ -83,40 +84,39 @@ class UpdateQueue:
     def flush(self) -> None:
         """Launch every queued update."""
         due, self._due, self._bytes = self._due, [], 0
-        batches: dict[tuple, list[tuple[Slot, list[Tensor], Any]]] = {}
+        batches: dict[tuple, tuple[list[Target], list[Any]]] = {}
         for slot, factors, grad in due:
-            param = slot.param
-            state = self.state[param]
-            if not state:
-                state.update(step=slot.clock.step, **new_states(self.rule, self.states, param))
-            if not slot.clock.running:
-                slot.clock.begin()
-            gradient = _join(factors) if grad is None else _add(grad, factors)
-            stored = [state[name] for name in self.rule.states]
-            key = (
-                slot.clock,
-                grad is None,
-                gradient[0].dtype,
-                param.dtype,
-                stored[0].dtype if stored else None,
-            )
-            batches.setdefault(key, []).append((slot, stored, gradient))
-        for (clock, fused, *_), batch in batches.items():
-            slots, states, gradients = zip(*batch, strict=True)
-            params = [slot.param for slot in slots]
-            kernel: Any = wgrad_update if fused else apply_rule
+            clock, target = slot.clock, slot.target
+            if target is None or target.address != slot.param.data_ptr():
+                target = slot.target = self._target(slot)
+            if not clock.running:
+                clock.begin()
+            if grad is None:
+                gradient = _join(factors)
+            else:
+                gradient = (_add(grad, factors) if factors else grad,)
+            key = (clock, len(gradient), gradient[0].dtype, target.dtypes)
+            targets, gradients = batches.setdefault(key, ([], []))
+            targets.append(target)
+            gradients.append(gradient)
+        for (clock, factor_count, *_), (targets, gradients) in batches.items():
+            kernel: Any = wgrad_update if factor_count == 2 else apply_rule
             kernel(
                 *zip(*gradients, strict=True),
-                params,
-                states,
-                [slot.salt for slot in slots],
+                targets,
                 clock.scalars,
                 clock.seed if self.stochastic else None,
                 self.rule.update,
             )
             # The kernels write behind autograd's back: a graph that still holds the old weights
             # must not be differentiated again.
-            increment_version(params)
+            increment_version([target.param for target in targets])
+
+    def _target(self, slot: Slot) -> Target:
+        state = self.state[slot.param]
+        if not state:
+            state.update(step=slot.clock.step, **new_states(self.rule, self.states, slot.param))
+        return Target(slot.param, [state[name] for name in self.rule.states], slot.salt)
 
 
 def _join(factors: Factors) -> tuple[Tensor, Tensor]:
@@ -129,8 +129,8 @@ def _join(factors: Factors) -> tuple[Tensor, Tensor]:
     return tuple(torch.cat([t.reshape(-1, t.shape[-1]) for t in ts]) for ts in (dys, xs))
 
 
-def _add(grad: Tensor, factors: Factors) -> tuple[Tensor]:
+def _add(grad: Tensor, factors: Factors) -> Tensor:
     """The gradient of a weight that was also used outside its fused layer."""
     for x, dy in factors:
         grad.add_(dy.reshape(-1, dy.shape[-1]).t() @ x.reshape(-1, x.shape[-1]))
-    return (grad,)
+    return grad

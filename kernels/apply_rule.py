@@ -14,37 +14,23 @@ from torch import Tensor
 
 from forge.kernels.rounding import hash32, hash32_reference, round_reference, round_to
 from forge.kernels.runtime import Dual, on_device, runs_triton, tl, triton
-from forge.kernels.table import (
-    CAPACITY,
-    alignment,
-    chunks,
-    field,
-    find_entry,
-    offset,
-    pointer,
-    pointer_table,
-)
+from forge.kernels.target import CAPACITY, Table, Target, field, find_entry, pointer
 
 _BLOCK = 1024
 
 
 def apply_rule_reference(
-    param: Tensor,
-    grad: Tensor,
-    states: Sequence[Tensor],
-    scalars: Tensor,
-    seed: Tensor | None,
-    salt: int,
-    rule: Dual,
+    grad: Tensor, target: Target, scalars: Tensor, seed: Tensor | None, rule: Dual
 ) -> None:
     """The update of one parameter in plain torch. Draws the same random bits as the kernel."""
+    param, states = target.param, target.states
     h = None
     if seed is not None:
         # Index in memory order: it is what the kernel hashes, also for a transposed parameter.
         index = torch.arange(param.numel(), device=param.device).as_strided(
             param.shape, param.stride()
         )
-        h = hash32_reference((index + salt) & 0xFFFFFFFF, seed.long() & 0xFFFFFFFF)
+        h = hash32_reference((index + target.salt) & 0xFFFFFFFF, seed.long() & 0xFFFFFFFF)
     new_param, new_states = rule.torch(
         param.float(), grad.float(), tuple(s.float() for s in states), tuple(scalars.unbind())
     )
@@ -91,9 +77,9 @@ def update_elements(
 
 @triton.jit
 def _apply_rule_kernel(
-    table_ptr,  # fields: salt, numel, offsets of w, g and the states from the next arguments
+    table_ptr,  # entries: address of g, then Target.fields
+    g_ptr,  # of this and the next arguments only the types count
     w_ptr,
-    g_ptr,
     state_ptrs,
     scalars_ptr,
     seed_ptr,
@@ -105,13 +91,14 @@ def _apply_rule_kernel(
     CAPACITY: tl.constexpr,
 ):
     entry, block = find_entry(table_ptr, CAPACITY)
-    salt = field(table_ptr, entry, 1, 1, CAPACITY)
-    numel = field(table_ptr, entry, 2, ALIGN, CAPACITY)
-    w_ptr = pointer(w_ptr, table_ptr, entry, 3, ALIGN, CAPACITY)
-    g_ptr = pointer(g_ptr, table_ptr, entry, 4, ALIGN, CAPACITY)
+    entry_ptr = table_ptr + CAPACITY + entry * (6 + len(state_ptrs))
+    g_ptr = pointer(g_ptr, entry_ptr, 0, ALIGN)
+    salt = field(entry_ptr, 1, 1)
+    numel = field(entry_ptr, 2, ALIGN)
+    w_ptr = pointer(w_ptr, entry_ptr, 5, ALIGN)
     states = ()
     for j in tl.static_range(len(state_ptrs)):
-        states = states + (pointer(state_ptrs[j], table_ptr, entry, 5 + j, ALIGN, CAPACITY),)
+        states = states + (pointer(state_ptrs[j], entry_ptr, 6 + j, ALIGN),)
     index = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = index < numel
     g = tl.load(g_ptr + index, mask=mask, other=0.0).to(tl.float32)
@@ -122,59 +109,56 @@ def _apply_rule_kernel(
 
 def apply_rule(
     grads: Sequence[Tensor],
-    params: Sequence[Tensor],
-    states: Sequence[Sequence[Tensor]],
-    salts: Sequence[int],
+    targets: Sequence[Target],
     scalars: Tensor,
     seed: Tensor | None,
     rule: Dual,
 ) -> None:
-    """Update every parameter and its states in place from its gradient.
+    """Update every target in place from its gradient.
 
     Args:
-        grads: each the shape of its parameter, one float dtype for all, any strides.
-        params: bf16 or fp32, one dtype and device for all, any shapes, dense (the elements of one
-            fill a contiguous range of memory).
-        states: for each parameter its states, of its shape and strides; one dtype for all.
-        salts: a number of each parameter's own, so that parameters draw different random bits.
+        grads: each the shape of its parameter, any strides; one float dtype for all.
+        targets: of one device, and one dtype for all parameters and for all states.
         scalars: fp32 [S] on the device, in the order that ``rule`` reads.
         seed: int32 [] on the device for stochastic rounding of what is stored in bf16;
             None rounds to nearest.
         rule: ``(w, g, states, scalars) -> (w, states)``.
     """
-    if not runs_triton(params[0]):
-        for param, grad, state, salt in zip(params, grads, states, salts, strict=True):
-            apply_rule_reference(param, grad, state, scalars, seed, salt, rule)
+    first = targets[0]
+    if not runs_triton(first.param):
+        for grad, target in zip(grads, targets, strict=True):
+            apply_rule_reference(grad, target, scalars, seed, rule)
         return
-    grads = [
-        g if g.stride() == p.stride() else torch.empty_like(p, dtype=g.dtype).copy_(g)
-        for p, g in zip(params, grads, strict=True)
-    ]
-    base = [params[0], grads[0], *states[0]]
-    rows = [
-        (
-            triton.cdiv(p.numel(), _BLOCK),
-            salt,
-            p.numel(),
-            *map(offset, (p, g, *state), base),
-        )
-        for p, g, state, salt in zip(params, grads, states, salts, strict=True)
-        if p.numel() > 0
-    ]
-    for chunk in chunks(rows):
-        table, programs = pointer_table(chunk, params[0].device)
-        with on_device(params[0]):
-            _apply_rule_kernel[(programs,)](
-                table,
-                base[0],
-                base[1],
-                tuple(base[2:]),
+    for start in range(0, len(targets), CAPACITY):
+        table = Table()
+        copies = []
+        for grad, target in zip(grads[start : start + CAPACITY], targets[start : start + CAPACITY]):
+            param = target.param
+            if param.numel() == 0:
+                continue
+            if grad.stride() != param.stride():
+                grad = torch.empty_like(param, dtype=grad.dtype).copy_(grad)
+                copies.append(grad)
+            _, numel, _, _, *addresses = target.fields
+            address = grad.data_ptr()
+            bits = address | numel
+            for a in addresses:
+                bits |= a
+            table.add(-(-numel // _BLOCK), (address, *target.fields), bits)
+        if not table.programs:
+            continue
+        with on_device(first.param):
+            _apply_rule_kernel[(table.programs,)](
+                table.to(first.param.device),
+                grads[0],
+                first.param,
+                first.states,
                 scalars,
                 seed if seed is not None else scalars,
                 RULE=rule.triton,
                 SCALARS=scalars.numel(),
                 STOCHASTIC=seed is not None,
-                ALIGN=alignment(chunk, fields=slice(2, None)),
+                ALIGN=table.alignment,
                 BLOCK=_BLOCK,
                 CAPACITY=CAPACITY,
                 num_warps=4,

@@ -17,38 +17,21 @@ from torch import Tensor
 
 from forge.kernels.apply_rule import apply_rule_reference, update_elements
 from forge.kernels.runtime import INTERPRETED, Dual, on_device, runs_triton, tl, triton
-from forge.kernels.table import (
-    CAPACITY,
-    alignment,
-    chunks,
-    field,
-    find_entry,
-    offset,
-    pointer,
-    pointer_table,
-)
+from forge.kernels.target import CAPACITY, Table, Target, field, find_entry, pointer
 
 
 def wgrad_update_reference(
-    dy: Tensor,
-    x: Tensor,
-    param: Tensor,
-    states: Sequence[Tensor],
-    scalars: Tensor,
-    seed: Tensor | None,
-    salt: int,
-    rule: Dual,
+    dy: Tensor, x: Tensor, target: Target, scalars: Tensor, seed: Tensor | None, rule: Dual
 ) -> None:
     """One weight in plain torch: the gradient exists here, as an fp32 temporary."""
     dy, x = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
-    grad = dy.float().t() @ x.float()
-    apply_rule_reference(param, grad, states, scalars, seed, salt, rule)
+    apply_rule_reference(dy.float().t() @ x.float(), target, scalars, seed, rule)
 
 
 @triton.jit
 def _wgrad_update_kernel(
-    table_ptr,  # fields: M, salt, N, K, pitches of dy and x, offsets from the next arguments
-    dy_ptr,
+    table_ptr,  # entries: M, pitch of dy, pitch of x, address of dy, of x, then Target.fields
+    dy_ptr,  # of this and the next arguments only the types count
     x_ptr,
     w_ptr,
     state_ptrs,
@@ -67,19 +50,20 @@ def _wgrad_update_kernel(
     CAPACITY: tl.constexpr,
 ):
     entry, tile = find_entry(table_ptr, CAPACITY)
-    M = field(table_ptr, entry, 1, 1, CAPACITY).to(tl.int32)
-    salt = field(table_ptr, entry, 2, 1, CAPACITY)
+    entry_ptr = table_ptr + CAPACITY + entry * (10 + len(state_ptrs))
+    M = field(entry_ptr, 0, 1).to(tl.int32)
+    dy_stride = field(entry_ptr, 1, ALIGN)
+    x_stride = field(entry_ptr, 2, ALIGN)
+    dy_ptr = pointer(dy_ptr, entry_ptr, 3, ALIGN)
+    x_ptr = pointer(x_ptr, entry_ptr, 4, ALIGN)
+    salt = field(entry_ptr, 5, 1)
     # int64: N * K may pass 2^31.
-    N = field(table_ptr, entry, 3, ALIGN, CAPACITY)
-    K = field(table_ptr, entry, 4, ALIGN, CAPACITY)
-    dy_stride = field(table_ptr, entry, 5, ALIGN, CAPACITY)
-    x_stride = field(table_ptr, entry, 6, ALIGN, CAPACITY)
-    dy_ptr = pointer(dy_ptr, table_ptr, entry, 7, ALIGN, CAPACITY)
-    x_ptr = pointer(x_ptr, table_ptr, entry, 8, ALIGN, CAPACITY)
-    w_ptr = pointer(w_ptr, table_ptr, entry, 9, ALIGN, CAPACITY)
+    N = field(entry_ptr, 7, ALIGN)
+    K = field(entry_ptr, 8, ALIGN)
+    w_ptr = pointer(w_ptr, entry_ptr, 9, ALIGN)
     states = ()
     for j in tl.static_range(len(state_ptrs)):
-        states = states + (pointer(state_ptrs[j], table_ptr, entry, 10 + j, ALIGN, CAPACITY),)
+        states = states + (pointer(state_ptrs[j], entry_ptr, 10 + j, ALIGN),)
 
     # Walk the tiles in strips of GROUP rows, so that programs running together share operands in L2.
     tiles_n = tl.cdiv(N, BLOCK_N).to(tl.int32)
@@ -123,64 +107,74 @@ def _tile(operand_bytes: int) -> dict[str, int]:
     return dict(BLOCK_M=64, BLOCK_N=64, BLOCK_K=64, GROUP=8, num_warps=4, num_stages=4)
 
 
-def _rows(t: Tensor) -> Tensor:
-    """``t`` as rows whose elements lie side by side; the pitch of the rows is free."""
-    t = t.reshape(-1, t.shape[-1])
-    return t if t.stride(1) == 1 or t.shape[1] == 1 else t.contiguous()
+def _rows(t: Tensor) -> tuple[Tensor, int, int]:
+    """``t`` [..., C] with the elements of a row side by side; its rows, and their pitch."""
+    columns = t.shape[-1]
+    if t.is_contiguous():
+        return t, t.numel() // columns, columns
+    t = t.reshape(-1, columns)
+    if t.stride(1) != 1:
+        t = t.contiguous()
+    return t, t.shape[0], t.stride(0)
 
 
 def wgrad_update(
     dys: Sequence[Tensor],
     xs: Sequence[Tensor],
-    params: Sequence[Tensor],
-    states: Sequence[Sequence[Tensor]],
-    salts: Sequence[int],
+    targets: Sequence[Target],
     scalars: Tensor,
     seed: Tensor | None,
     rule: Dual,
     *,
     tile: dict[str, int] | None = None,
 ) -> None:
-    """Update every weight and its states in place from ``dW = dy^T x``, in one launch.
+    """Update every weight and its states in place from ``dW = dy^T x``, many in one launch.
 
     Args:
         dys: for each weight [..., N], the gradient of the layer's output: bf16, fp16 or fp32, any
-            strides, leading dimensions M tokens in all; M may be 0 (a zero gradient).
+            strides; the leading dimensions are M tokens in all. M may be 0: a zero gradient.
         xs: for each weight [..., K], the layer's input, of the dtype of ``dys``.
-        params: [N, K] each, contiguous, bf16 or fp32; one dtype and device for all.
-        states: for each weight its states, [N, K] contiguous, bf16 or fp32, one dtype for all.
-        salts, scalars, seed, rule: as in :func:`forge.kernels.apply_rule.apply_rule`.
-        tile: overrides the tile sizes (``BLOCK_M, BLOCK_N, BLOCK_K, GROUP, num_warps, num_stages``).
+        targets: weights [N, K], contiguous; of one device, and one dtype for all weights and for
+            all states.
+        scalars, seed, rule: as in :func:`forge.kernels.apply_rule.apply_rule`.
+        tile: overrides the tile: ``BLOCK_M, BLOCK_N, BLOCK_K, GROUP, num_warps, num_stages``.
     """
-    if not runs_triton(params[0]):
-        for dy, x, param, state, salt in zip(dys, xs, params, states, salts, strict=True):
-            wgrad_update_reference(dy, x, param, state, scalars, seed, salt, rule)
+    first = targets[0]
+    if not runs_triton(first.param):
+        for dy, x, target in zip(dys, xs, targets, strict=True):
+            wgrad_update_reference(dy, x, target, scalars, seed, rule)
         return
-    dys, xs = [_rows(t) for t in dys], [_rows(t) for t in xs]
     tile = tile or _tile(dys[0].element_size())
     block_n, block_k = tile["BLOCK_N"], tile["BLOCK_K"]
-    base = [dys[0], xs[0], params[0], *states[0]]
-    rows = [
-        (
-            triton.cdiv(p.shape[0], block_n) * triton.cdiv(p.shape[1], block_k),
-            dy.shape[0],
-            salt,
-            p.shape[0],
-            p.shape[1],
-            dy.stride(0),
-            x.stride(0),
-            *map(offset, (dy, x, p, *state), base),
-        )
-        for dy, x, p, state, salt in zip(dys, xs, params, states, salts, strict=True)
-        if p.numel() > 0
-    ]
-    for chunk in chunks(rows):
-        table, programs = pointer_table(chunk, params[0].device)
-        with on_device(params[0]):
-            _wgrad_update_kernel[(programs,)](
-                table,
-                *base[:3],
-                tuple(base[3:]),
+    for start in range(0, len(targets), CAPACITY):
+        chunk = slice(start, start + CAPACITY)
+        table = Table()
+        kept = []  # copies made of strided operands live until the launch
+        for dy, x, target in zip(dys[chunk], xs[chunk], targets[chunk], strict=True):
+            if not target.fields[1]:
+                continue
+            dy, tokens, dy_pitch = _rows(dy)
+            x, _, x_pitch = _rows(x)
+            kept += (dy, x)
+            _, _, n, k, *addresses = target.fields
+            dy_address, x_address = dy.data_ptr(), x.data_ptr()
+            bits = dy_pitch | x_pitch | dy_address | x_address | n | k
+            for address in addresses:
+                bits |= address
+            table.add(
+                -(-n // block_n) * -(-k // block_k),
+                (tokens, dy_pitch, x_pitch, dy_address, x_address, *target.fields),
+                bits,
+            )
+        if not table.programs:
+            continue
+        with on_device(first.param):
+            _wgrad_update_kernel[(table.programs,)](
+                table.to(first.param.device),
+                dys[0],
+                xs[0],
+                first.param,
+                first.states,
                 scalars,
                 seed if seed is not None else scalars,
                 RULE=rule.triton,
@@ -189,7 +183,7 @@ def wgrad_update(
                 PRECISION="tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee",
                 # The interpreter's dot is wrong on bf16 operands.
                 UPCAST=INTERPRETED,
-                ALIGN=alignment(chunk, fields=slice(3, None)),
+                ALIGN=table.alignment,
                 CAPACITY=CAPACITY,
                 **tile,
             )

@@ -1,0 +1,105 @@
+"""What an update kernel writes: a parameter with its states, and how a launch finds many of them.
+
+A launch costs more host time than the update of a small layer takes on the GPU, so the update kernels
+take up to ``CAPACITY`` parameters at once. Where their tensors lie, and their sizes, travel as one small
+int64 array: the first programs of all entries, then the fields of each entry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from forge.kernels.runtime import tl, triton
+
+CAPACITY = 64
+_NEVER = 2**62
+
+
+class Target:
+    """A parameter and its optimizer states, all of one shape and memory layout.
+
+    Args:
+        param: bf16 or fp32, dense: its elements fill a contiguous range of memory.
+        states: bf16 or fp32, one dtype for all, the shape and strides of ``param``.
+        salt: a number of this parameter's own, so that parameters draw different random bits.
+    """
+
+    __slots__ = ("param", "states", "salt", "address", "fields", "dtypes")
+
+    def __init__(self, param: Tensor, states: Sequence[Tensor], salt: int) -> None:
+        self.param = param
+        self.states = tuple(states)
+        self.salt = salt
+        self.address = param.data_ptr()
+        rows = param.shape[0] if param.dim() == 2 else 1
+        columns = param.numel() // rows if rows else 0
+        addresses = (self.address, *(s.data_ptr() for s in states))
+        # In the order that the kernels read them.
+        self.fields = (salt, param.numel(), rows, columns, *addresses)
+        self.dtypes = (param.dtype, states[0].dtype if states else None)
+
+
+class Table:
+    """Collects the entries of one launch."""
+
+    def __init__(self) -> None:
+        self.programs = 0
+        self.firsts: list[int] = []
+        self.entries: list[int] = []
+        self.bits = 0
+
+    def add(self, programs: int, fields: tuple[int, ...], bits: int) -> None:
+        """Add an entry that ``programs`` programs work on; ``bits``: all that should be aligned, or-ed."""
+        self.firsts.append(self.programs)
+        self.programs += programs
+        self.entries += fields
+        self.bits |= bits
+
+    @property
+    def alignment(self) -> int:
+        """16 when all that should be aligned is a multiple of 16, else 1.
+
+        The compiler emits 16-byte accesses only where it knows that they are possible.
+        """
+        return 1 if self.bits & 15 else 16
+
+    def to(self, device: torch.device) -> Tensor:
+        """The int64 array on ``device``, copied without synchronising."""
+        # A fresh pinned buffer each time: the copy is asynchronous, a reused one could be in flight.
+        values = self.firsts + [_NEVER] * (CAPACITY - len(self.firsts)) + self.entries
+        cuda = device.type == "cuda"
+        return torch.tensor(values, dtype=torch.int64, pin_memory=cuda).to(device, non_blocking=True)
+
+
+@triton.jit
+def find_entry(table_ptr, CAPACITY: tl.constexpr):
+    """The entry this program works on, and its index among that entry's programs."""
+    pid = tl.program_id(0)
+    firsts = tl.load(table_ptr + tl.arange(0, CAPACITY))
+    started = firsts <= pid
+    entry = tl.sum(started.to(tl.int32), axis=0) - 1
+    first = tl.max(tl.where(started, firsts, 0), axis=0)
+    return entry, (pid - first).to(tl.int32)
+
+
+@triton.jit
+def field(entry_ptr, j: tl.constexpr, MULTIPLE: tl.constexpr):
+    """Field ``j`` of an entry, known to be a multiple of MULTIPLE."""
+    # The hint belongs on the load itself: on the result of a call it is lost by inlining.
+    return tl.multiple_of(tl.load(entry_ptr + j), MULTIPLE)
+
+
+@triton.jit
+def pointer(like_ptr, entry_ptr, j: tl.constexpr, ALIGN: tl.constexpr):
+    """The address in field ``j`` as a pointer of ``like_ptr``'s type.
+
+    Formed as an offset from the typed argument: the compiler drops what it knows of alignment where
+    an integer becomes a pointer.
+    """
+    itemsize: tl.constexpr = like_ptr.dtype.element_ty.primitive_bitwidth // 8
+    multiple: tl.constexpr = ALIGN // itemsize if ALIGN > itemsize else 1
+    offset = (tl.load(entry_ptr + j) - like_ptr.to(tl.int64)) // itemsize
+    return like_ptr + tl.multiple_of(offset, multiple)
