@@ -14,13 +14,22 @@ def model_flops(config: Any, batch: int, seq: int) -> float:
     Linears: 6 a weight and token, the head once. Attention: scores and mix, half of the square
     (causal), backward twice forward. Norms, RoPE, activations and the update are not counted.
     """
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    heads, kv = config.num_attention_heads, config.num_key_value_heads
-    hidden, inner = config.hidden_size, config.intermediate_size
-    layer = hidden * head_dim * (2 * heads + 2 * kv) + 3 * hidden * inner
-    linears = config.num_hidden_layers * layer + hidden * config.vocab_size
-    attention = 6 * batch * seq**2 * heads * head_dim * config.num_hidden_layers
-    return 6.0 * linears * batch * seq + attention
+    width = config.num_attention_heads * _head_dim(config)
+    attention = 6 * batch * seq**2 * width * config.num_hidden_layers
+    return 6.0 * linear_weights(config) * batch * seq + attention
+
+
+def linear_weights(config: Any) -> int:
+    """Weights that every token is multiplied with: the linears of all layers, and the head."""
+    heads = 2 * config.num_attention_heads + 2 * config.num_key_value_heads
+    hidden = config.hidden_size
+    layer = hidden * _head_dim(config) * heads + 3 * hidden * config.intermediate_size
+    return config.num_hidden_layers * layer + hidden * config.vocab_size
+
+
+def _head_dim(config: Any) -> int:
+    head_dim = getattr(config, "head_dim", None)
+    return head_dim or config.hidden_size // config.num_attention_heads
 
 
 def mfu_pct(flops: float, latency_ms: float, hardware: str) -> float | None:

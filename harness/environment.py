@@ -6,6 +6,7 @@ import os
 import platform
 import subprocess
 import sys
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -21,20 +22,16 @@ def package_version(distribution: str) -> str:
         return ""
 
 
+@cache
 def gpus() -> list[dict[str, str]]:
-    """Name and driver of each visible NVIDIA GPU, read through NVML: no CUDA context is made."""
+    """Name and driver of each visible NVIDIA GPU. Asks the driver, so no CUDA context is made."""
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
-        import pynvml
-
-        pynvml.nvmlInit()
-    except (ImportError, OSError) as error:
-        del error
+        answer = subprocess.run(query, check=True, capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.SubprocessError):
         return []
-    except pynvml.NVMLError:
-        return []
-    driver = str(pynvml.nvmlSystemGetDriverVersion())
-    handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
-    found = [{"name": str(pynvml.nvmlDeviceGetName(h)), "driver": driver} for h in handles]
+    lines = [line.split(", ") for line in answer.stdout.splitlines() if ", " in line]
+    found = [{"name": name, "driver": driver} for name, driver in lines]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return found

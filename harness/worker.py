@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from forge.harness import checks, timing
 from forge.harness.attention import attention_backend
-from forge.harness.efficiency import mfu_pct, model_flops
+from forge.harness.efficiency import linear_weights, mfu_pct, model_flops
 from forge.harness.environment import package_version
 from forge.harness.execution import GraphStep, UnsupportedExecution, build_step
 from forge.harness.memory import GIB, PeakMeter, state_bytes
@@ -33,6 +33,8 @@ from forge.harness.workloads import MODELS, build_model, load_model
 from forge.optim.spec import Hyper
 
 HYPER = Hyper()
+# The reference takes 16 bytes a parameter plus a copy; 2e9 parameters fit in 80 GB.
+GATE_PARAMS, GATE_LAYERS = 2e9, 4
 
 
 @dataclass(frozen=True)
@@ -133,8 +135,9 @@ def _gate(job: Job, row: Row, target: Any, batches: list[Any], fields: dict[str,
     fields["gate"] = "fail"
     assert job.reference is not None
     reference = checks.Trajectory.from_json(json.loads(Path(job.reference).read_text()))
+    config = _gate_config(job)
     model = build_model(
-        _config(job),
+        config,
         device=job.device,
         dtype=getattr(torch, job.dtype),
         attention=job.attention,
@@ -146,6 +149,7 @@ def _gate(job: Job, row: Row, target: Any, batches: list[Any], fields: dict[str,
     fields["loss"] = trajectory.losses[-1]
     fields["gate_detail"] = {
         "steps": len(trajectory.losses),
+        "layers": config.num_hidden_layers,
         "hyper": asdict(checks.GATE_HYPER),
         "tolerance": asdict(checks.EXACT if row.spec.exact else checks.LOSSY),
         "losses": trajectory.losses,
@@ -242,7 +246,7 @@ def _build_step(
 
 def _reference(job: Job) -> checks.Trajectory:
     model = build_model(
-        _config(job),
+        _gate_config(job),
         device=job.device,
         dtype=getattr(torch, job.dtype),
         attention=job.attention,
@@ -259,6 +263,16 @@ def _config(job: Job) -> Any:
 
         return AutoConfig.from_pretrained(job.weights)
     return MODELS[job.model].hf_config()
+
+
+def _gate_config(job: Job) -> Any:
+    """The row's model; a large one keeps its first layers, so that the fp32 reference fits."""
+    config = _config(job)
+    if config.num_hidden_layers > GATE_LAYERS and linear_weights(config) > GATE_PARAMS:
+        config.num_hidden_layers = GATE_LAYERS
+        if getattr(config, "layer_types", None):
+            config.layer_types = config.layer_types[:GATE_LAYERS]
+    return config
 
 
 def _load_batches(job: Job) -> list[dict[str, Tensor]]:
@@ -294,6 +308,8 @@ def work(job_path: str, result_path: str) -> None:
 def serve(device: str) -> None:
     """Fork a worker for every request on standard input; answer its pid, then its exit code."""
     _die_with_parent()
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what imports print is no answer
     if device == "cpu":
         # Not for CUDA: with torchao installed this import opens the device, and forks lose it.
         importlib.import_module("transformers.models.qwen3.modeling_qwen3")
@@ -302,9 +318,9 @@ def serve(device: str) -> None:
         child = os.fork()
         if not child:
             _work_forked(**request)
-        print(child, flush=True)
+        print(child, file=answers, flush=True)
         _, status = os.waitpid(child, 0)
-        print(os.waitstatus_to_exitcode(status), flush=True)
+        print(os.waitstatus_to_exitcode(status), file=answers, flush=True)
 
 
 def _work_forked(job: str, result: str, output: str) -> NoReturn:

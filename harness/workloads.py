@@ -136,9 +136,10 @@ def load_model(
 
     if kernels.startswith("liger"):
         use_liger(kernels == "liger+flce")
-    model = AutoModelForCausalLM.from_pretrained(
+    model: Any = AutoModelForCausalLM.from_pretrained(
         weights, dtype=dtype, attn_implementation=ATTENTION[attention]
-    ).to(device)
+    )
+    model.to(device)
     model.config.use_cache = False
     return _finish(model, kernels)
 
