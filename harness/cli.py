@@ -5,25 +5,40 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
+import numpy as np
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from forge.harness import environment, leaderboard, records, tables
-from forge.harness.data import DataError, make_batches
 from forge.harness.execution import EXECUTIONS
 from forge.harness.rows import KERNELS, Row, select_rows
-from forge.harness.runner import Run, Settings, load_settings, new_folder, save_settings
+from forge.harness.runner import (
+    Run,
+    Settings,
+    batches_of,
+    load_settings,
+    new_folder,
+    save_settings,
+)
 from forge.harness.workloads import ATTENTION, MODELS
 from forge.optim.registry import REGISTRY
 
 RESULTS = Path("results")
+# Newer typer carries its own copy of click: the common base is reached through typer.
+USAGE_ERROR: Any = typer.BadParameter.__base__
 SUBCOMMANDS = ("run", "list", "leaderboard")
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, help=__doc__)
+HELP = """Measure optimizers on the same training step.
+
+`forge-bench --optimizers all` runs the benchmark; options without a command mean `run`, and
+`forge-bench run --help` lists them.
+"""
+app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, help=HELP)
 
 
 def main() -> None:
@@ -31,7 +46,13 @@ def main() -> None:
     arguments = sys.argv[1:]
     if arguments and arguments[0] not in (*SUBCOMMANDS, "--help"):
         arguments = ["run", *arguments]
-    app(arguments)
+    try:
+        sys.exit(app(arguments, standalone_mode=False) or 0)
+    except USAGE_ERROR as error:
+        typer.echo(f"forge-bench: {error.format_message()}", err=True)
+        sys.exit(2)
+    except typer.Abort:
+        sys.exit(130)
 
 
 def _refuse(message: str) -> NoReturn:
@@ -81,6 +102,7 @@ def run(
         folder, settings = resume, _checked(load_settings, resume)
         if settings.hardware != _hardware(settings.device):
             _refuse(f"--resume: the run was on {settings.hardware}, rows would not compare")
+        batches = _checked(batches_of, settings)
     else:
         where = _device(device)
         settings = Settings(
@@ -103,9 +125,10 @@ def run(
             rows=[],
         )
         rows = _rows(optimizers, where, kernels, execution, states, weights)
+        batches = _checked(batches_of, settings)
         folder, settings = _create(out, settings, rows)
-    records_found = _execute(folder, settings, console)
-    _report(records_found, settings, console, as_json)
+    found = _execute(folder, settings, batches, console)
+    _report(found, settings, console, as_json)
 
 
 def _console(stderr: bool = False) -> Console:
@@ -115,13 +138,11 @@ def _console(stderr: bool = False) -> Console:
 
 
 def _only_resume(context: typer.Context) -> None:
-    from click.core import ParameterSource
-
     given = [
         name
         for name in context.params
         if name not in ("resume", "as_json")
-        and context.get_parameter_source(name) is ParameterSource.COMMANDLINE
+        and getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"
     ]
     if given:
         _refuse(f"--resume takes every setting from the run's folder; drop --{given[0]}")
@@ -130,7 +151,7 @@ def _only_resume(context: typer.Context) -> None:
 def _checked(function: Any, *arguments: Any) -> Any:
     try:
         return function(*arguments)
-    except (ValueError, DataError) as error:
+    except ValueError as error:
         _refuse(str(error))
 
 
@@ -195,12 +216,7 @@ def _rows(
 
 
 def _create(out: Path, settings: Settings, rows: list[Row]) -> tuple[Path, Settings]:
-    from dataclasses import asdict, replace
-
     name = Path(settings.weights).name if settings.weights else MODELS[settings.model].name
-    if not settings.weights:
-        vocab = MODELS[settings.model].vocab
-        _checked(make_batches, settings.data, settings.batch, settings.seq, vocab, settings.seed)
     workload = f"{name}-b{settings.batch}-s{settings.seq}"
     commit, _ = environment.git_state()
     try:
@@ -214,8 +230,9 @@ def _create(out: Path, settings: Settings, rows: list[Row]) -> tuple[Path, Setti
     return folder, settings
 
 
-def _execute(folder: Path, settings: Settings, console: Console) -> list[records.Record]:
-    live = console.is_terminal
+def _execute(
+    folder: Path, settings: Settings, batches: np.ndarray, console: Console
+) -> list[records.Record]:
     total = len(settings.schedule())
     progress = Progress(
         TextColumn("{task.description}"),
@@ -223,29 +240,31 @@ def _execute(folder: Path, settings: Settings, console: Console) -> list[records
         MofNCompleteColumn(),
         TimeRemainingColumn(),
         console=console,
-        disable=not live,
+        disable=not console.is_terminal,
     )
-    say = (
-        progress.console.print if live else lambda text: print(text, file=console.file, flush=True)
-    )
+
+    def say(text: str) -> None:
+        progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
     say(f"run {folder}: {total} rows of {settings.model_name} on {settings.hardware}")
-    job = Run(settings, folder, environment.describe(), say)
+    job = Run(settings, folder, batches, environment.describe(), say)
     try:
         with progress:
-            remaining = len(job.remaining())
-            task = progress.add_task("rows", total=total, completed=total - remaining)
-            for done, record in enumerate(job.execute(), start=total - remaining + 1):
-                ms = f"{record.latency_ms:9.2f} ms" if record.latency_ms else f"{record.status:>12}"
-                say(
-                    f"[{done}/{total}] {ms}  {record.row}  {record.notes}".replace("[", "\\[", live)
-                )
-                progress.advance(task)
+            done = total - len(job.remaining())
+            task = progress.add_task("rows", total=total, completed=done)
+            for record in job.execute():
+                done += 1
+                say(f"[{done}/{total}] {_outcome(record)}  {record.row}  {record.notes}".rstrip())
+                progress.update(task, completed=done)
     except KeyboardInterrupt:
         say(f"interrupted; go on with: forge-bench --resume {folder}")
         raise typer.Exit(130) from None
-    except DataError as error:
-        _refuse(str(error))
     return records.load(folder)[0]
+
+
+def _outcome(record: records.Record) -> str:
+    ms = record.latency_ms
+    return f"{record.status:>12}" if ms is None else f"{ms:9.2f} ms"
 
 
 def _report(
@@ -269,6 +288,8 @@ def _report(
     if settings.device == "cpu":
         title += "\nA CPU run: it shows that every part works and says nothing about a GPU."
     console.print(tables.result_table(frame, title))
+    for line in tables.remarks(frame):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 @app.command("list")

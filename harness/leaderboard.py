@@ -95,7 +95,7 @@ def published_rows(path: Path) -> list[dict[str, Any]]:
     rows = []
     for raw in frame.to_dict("records"):
         row = {column: raw.get(column) for column in COLUMNS}
-        row |= dict(source="published", status="ok", gpu_count=1, execution="eager")
+        row |= dict(source="published", status="ok", gpu_count=1)
         if raw.get("approximate"):
             row["notes"] = "approximate"
         rows.append(row)

@@ -20,6 +20,7 @@ from forge.harness.processes import COMMAND, Workers
 from forge.harness.records import Record
 from forge.harness.rows import Row, cannot_run
 from forge.harness.worker import Job, Result
+from forge.harness.workloads import MODELS
 
 SETTINGS_FILE, LOG_FILE = "run.json", "log.txt"
 
@@ -97,12 +98,36 @@ def load_settings(folder: Path) -> Settings:
         raise ValueError(f"--resume {folder}: unreadable {SETTINGS_FILE} ({error})") from error
 
 
+def batches_of(settings: Settings) -> np.ndarray:
+    """The run's input, int32 ``[n, batch, seq]``: the same whenever it is made again.
+
+    Raises:
+        ValueError: no such text or checkpoint.
+    """
+    s = settings
+    vocabulary = _vocabulary(s.weights) if s.weights else MODELS[s.model].vocab
+    return data.make_batches(s.data, s.batch, s.seq, vocabulary, s.seed)
+
+
+def _vocabulary(weights: str) -> int:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(weights).vocab_size
+    except (OSError, ValueError, AttributeError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(
+            f"--weights {weights}: no causal language model there: {reason}"
+        ) from error
+
+
 @dataclass(frozen=True)
 class Run:
-    """A run in progress: its settings, its folder, and how a worker is started."""
+    """A run in progress: its settings, its folder, its input, and how workers are started."""
 
     settings: Settings
     folder: Path
+    batches: np.ndarray
     environment: dict[str, Any]
     say: Callable[[str], None]
     worker: Sequence[str] = COMMAND
@@ -122,16 +147,23 @@ class Run:
         plan = enumerate(self.settings.schedule())
         return [(i, repeat, row) for i, (repeat, row) in plan if (repeat, row.id) not in done]
 
+    def _warn_if_code_changed(self) -> None:
+        commits = {r.environment.get("commit") for r in records.load(self.folder)[0]}
+        others = commits - {self.environment["commit"]}
+        if others:
+            self.say(f"earlier rows of this run are of commit {', '.join(map(str, others))}")
+
     def execute(self) -> Iterator[Record]:
         """Run what remains; yields each record after it is on disk."""
         rows = self.remaining()
         s = self.settings
+        self._warn_if_code_changed()
         self.log(f"{self.environment['command']} seed={s.seed} order={[r.id for _, _, r in rows]}")
         with tempfile.TemporaryDirectory(prefix="forge-bench-") as scratch:
             batches = Path(scratch) / "batches.npy"
-            ids = data.make_batches(s.data, s.batch, s.seq, _vocabulary(s), s.seed)
-            np.save(batches, ids)
-            source = f"{s.data} {data.fingerprint(ids)} ({len(ids)} batches)"
+            np.save(batches, self.batches)
+            count = len(self.batches)
+            source = f"{s.data} {data.fingerprint(self.batches)} ({count} batches)"
             server_log = Path(scratch) / "server.txt"
             with Workers(s.device, server_log, _worker_environment(s), self.worker) as workers:
                 session = _Session(self, workers, Path(scratch), batches, source)
@@ -229,16 +261,6 @@ class _Session:
             environment={**env, "seed": s.seed, "summary": spec.summary},
         )
         return replace(record, **fields)
-
-
-def _vocabulary(settings: Settings) -> int:
-    from forge.harness.workloads import MODELS
-
-    if settings.weights:
-        from transformers import AutoConfig
-
-        return AutoConfig.from_pretrained(settings.weights).vocab_size
-    return MODELS[settings.model].vocab
 
 
 def _worker_environment(settings: Settings) -> dict[str, str]:

@@ -48,13 +48,21 @@ def result_table(frame: pd.DataFrame, title: str) -> Table:
     return view
 
 
+def remarks(frame: pd.DataFrame) -> list[str]:
+    """One line for every measured row that has something to say."""
+    return [
+        f"{row['method']}, {row['kernels']}, {row['execution']}: {row['notes']}"
+        for row in frame.to_dict("records")
+        if row["source"] == "measured" and _text(row["notes"])
+    ]
+
+
 def methods_table(specs: Sequence[OptimizerSpec], installed: dict[str, str]) -> Table:
     """What ``forge-bench list`` shows. ``installed``: version (or nothing) by distribution."""
     view = Table(title="Methods", title_justify="left", show_lines=True)
-    for name in ("key", "method", "package", "installed", "licence", "states", "devices"):
-        view.add_column(name)
-    view.add_column("exact")
-    view.add_column("what it is; what it cannot do", overflow="fold")
+    for name in ("key", "method", "package", "installed", "licence", "states", "devices", "exact"):
+        view.add_column(name, overflow="fold")
+    view.add_column("what it is; what it cannot do", min_width=48)
     for spec in specs:
         limits = (
             f"\n[dim]cannot / needs: {escape(', '.join(spec.limits))}[/dim]" if spec.limits else ""

@@ -10,6 +10,7 @@ import ctypes
 import gc
 import importlib
 import json
+import math
 import os
 import signal
 import sys
@@ -302,7 +303,16 @@ def work(job_path: str, result_path: str) -> None:
     """Read the job, run it, write the result."""
     _die_with_parent()
     result = run(Job(**json.loads(Path(job_path).read_text())))
-    Path(result_path).write_text(json.dumps(asdict(result)))
+    Path(result_path).write_text(json.dumps(_without_nan(asdict(result))))
+
+
+def _without_nan(value: Any) -> Any:
+    """JSON has no NaN or infinity: they become ``None``."""
+    if isinstance(value, dict):
+        return {key: _without_nan(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_without_nan(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def serve(device: str) -> None:
