@@ -40,6 +40,7 @@ class Slot:
         self.clock = clock
         self.updated = False
         self.target: Any = None
+        self.stream: int | None = None
         self.node: Any = None
         self.factors: Factors = []
         self._hook: Any = None
@@ -89,6 +90,8 @@ class Slot:
         if task != self._task:
             # What an earlier backward left behind was abandoned by an exception.
             self.factors, self._task = [], task
+        if dy.is_cuda:
+            self.stream = torch._C._cuda_getCurrentRawStream(dy.get_device())
         self.factors.append((x, dy))
         return True
 
@@ -106,7 +109,7 @@ def slot_of(param: Tensor) -> Slot | None:
 
 
 class LinearFunction(torch.autograd.Function):
-    """``y = x W^T + b`` whose backward gives the weight's slot ``x`` and ``dy`` instead of ``dW``."""
+    """``y = x W^T + b`` whose backward gives ``x`` and ``dy`` to the weight's slot, not ``dW``."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, slot: Slot) -> Tensor:
@@ -138,7 +141,7 @@ class LinearFunction(torch.autograd.Function):
         return dx, dw, db, None
 
 
-# `Function.apply` without its checks for function transforms, which `forward` below makes: it is called
+# `Function.apply` without its checks for function transforms, which `forward` below makes: it runs
 # for every layer of every forward pass, and the host is what an eager step waits for.
 _linear = super(torch.autograd.Function, LinearFunction).apply
 
@@ -146,8 +149,8 @@ _linear = super(torch.autograd.Function, LinearFunction).apply
 class ForgeLinear(nn.Linear):
     """An ``nn.Linear`` whose weight gradient goes to the optimizer that holds its weight.
 
-    Without such an optimizer, with a frozen weight, under ``no_grad`` or function transforms, or with
-    gradient hooks on the weight it is a plain ``nn.Linear``.
+    Without such an optimizer, with a frozen weight, under ``no_grad`` or function transforms, or
+    with gradient hooks on the weight it is a plain ``nn.Linear``.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -180,10 +183,10 @@ def _graph_break(layer: ForgeLinear, input: Tensor) -> Tensor:
 def fuse_linears(model: nn.Module) -> list[nn.Linear]:
     """Turn the model's ``nn.Linear`` layers into :class:`ForgeLinear`, in place; returns them.
 
-    Left as they are: subclasses (they may not compute ``x W^T``), layers whose weight has no slot or
-    is not contiguous, and weights that several modules share. A shared weight (a tied head) needs the
-    sum of several gradients; keeping the factors of the head until the embedding's gradient arrives
-    would hold its inputs and output gradients through the whole backward pass.
+    Left as they are: subclasses (they may not compute ``x W^T``), layers whose weight has no slot
+    or is not contiguous, and weights that several modules share. A shared weight (a tied head) needs
+    the sum of several gradients; keeping the factors of the head until the embedding's gradient
+    arrives would hold its inputs and output gradients through the whole backward pass.
     """
     owners: dict[int, int] = {}
     for module in model.modules():

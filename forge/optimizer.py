@@ -26,7 +26,7 @@ class ForgeOptimizer(torch.optim.Optimizer):
     tile of it and applies the update. ``step()`` updates what backward did not (gradients assigned
     by hand) and ends the step.
 
-    One backward a step: a second one before ``step()`` raises, since the weights have moved already.
+    One backward a step: a second one before ``step()`` raises, the weights have moved already.
     """
 
     rule: Rule
@@ -103,7 +103,7 @@ class ForgeOptimizer(torch.optim.Optimizer):
             slot.detach()
         for layer in self._layers:
             if type(layer) is ForgeLinear:
-                layer.__class__ = nn.Linear
+                layer.__class__ = nn.Linear  # type: ignore[assignment]
         self._slots, self._clocks, self._layers = [], [], []
 
     @torch.no_grad()
@@ -202,8 +202,9 @@ class ForgeOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(
-            f"{type(self).__name__} is tied to its model's parameters by hooks and cannot be copied "
-            "or pickled: build a new one on the copied model and load_state_dict(old.state_dict())"
+            f"{type(self).__name__} is tied to its model's parameters by hooks and cannot be "
+            "copied or pickled: build a new one on the copied model, then "
+            "load_state_dict(old.state_dict())"
         )
 
 

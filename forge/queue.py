@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import MutableMapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,8 +19,14 @@ from forge.optim.rules import Rule
 from forge.optim.states import new_states
 
 # A launch for every small layer costs more host time than the layer's update takes on the GPU. This
-# much of gradients and of their factors may wait for the next launch.
-QUEUE_BYTES = 64 * 2**20
+# much of gradients, and as much of the factors of fused ones, may wait for the next launch.
+QUEUE_BYTES = 128 * 2**20
+
+
+@dataclass
+class _Waiting:
+    entries: list[tuple[Slot, Factors, Tensor | None]] = field(default_factory=list)
+    bytes: int = 0
 
 
 class UpdateQueue:
@@ -38,18 +46,18 @@ class UpdateQueue:
         self.states = states
         self.stochastic = stochastic
         self.state = state
-        self._due: list[tuple[Slot, Factors, Tensor | None]] = []
-        self._bytes = 0
+        self._fused = _Waiting()  # weights whose gradient is a product of factors
+        self._plain = _Waiting()  # parameters whose gradient exists
         self._task = -1
 
     def complete(self, slot: Slot) -> None:
-        """Called by the autograd engine when this backward has completed the gradient of ``slot``."""
-        grad = slot.param.grad
-        if grad is None and not slot.factors:
+        """Called by the autograd engine when a backward has completed the gradient of ``slot``."""
+        if slot.param.grad is None and not slot.factors:
             return
         if torch.is_grad_enabled():
             raise RuntimeError(
-                f"create_graph=True: {slot.name!r} is updated inside backward; use torch.optim.AdamW"
+                f"create_graph=True: {slot.name!r} is updated inside backward, which cannot be "
+                "differentiated; use torch.optim.AdamW"
             )
         if slot.updated:
             raise RuntimeError(
@@ -61,53 +69,63 @@ class UpdateQueue:
         if task != self._task:
             self._task = task
             torch.autograd.Variable._execution_engine.queue_callback(self.flush)
-        self.push(slot)
-        if self._bytes > QUEUE_BYTES:
-            self.flush()
+        waiting = self.push(slot)
+        if waiting.bytes > QUEUE_BYTES:
+            self._launch(waiting)
 
-    def push(self, slot: Slot) -> None:
+    def push(self, slot: Slot) -> _Waiting:
         """Queue the update of ``slot`` from what it has collected and from its ``.grad``."""
         grad, factors = slot.param.grad, slot.take()
-        if grad is not None and grad.is_sparse:
-            raise RuntimeError(
-                f"{slot.name!r} has a sparse gradient: use sparse=False in its layer"
-            )
-        for x, dy in factors:
-            self._bytes += x.nbytes + dy.nbytes
-        if grad is not None:
-            self._bytes += grad.nbytes
+        if grad is None:
+            waiting = self._fused
+            for x, dy in factors:
+                waiting.bytes += x.nbytes + dy.nbytes
+        else:
+            if grad.is_sparse:
+                raise RuntimeError(
+                    f"{slot.name!r} has a sparse gradient: use sparse=False in its layer"
+                )
+            waiting = self._plain
+            waiting.bytes += grad.nbytes
             slot.param.grad = None
         slot.updated = True
-        self._due.append((slot, factors, grad))
+        waiting.entries.append((slot, factors, grad))
+        return waiting
 
-    @torch.no_grad()
     def flush(self) -> None:
         """Launch every queued update."""
-        due, self._due, self._bytes = self._due, [], 0
+        self._launch(self._fused)
+        self._launch(self._plain)
+
+    @torch.no_grad()
+    def _launch(self, waiting: _Waiting) -> None:
+        entries, waiting.entries, waiting.bytes = waiting.entries, [], 0
         batches: dict[tuple, tuple[list[Target], list[Any]]] = {}
-        for slot, factors, grad in due:
+        for slot, factors, grad in entries:
             clock, target = slot.clock, slot.target
             if target is None or target.address != slot.param.data_ptr():
                 target = slot.target = self._target(slot)
-            if not clock.running:
-                clock.begin()
+            gradient: tuple[Tensor, ...]
             if grad is None:
-                gradient = _join(factors)
+                gradient, stream = _join(factors), slot.stream
             else:
-                gradient = (_add(grad, factors) if factors else grad,)
-            key = (clock, len(gradient), gradient[0].dtype, target.dtypes)
+                gradient, stream = (_add(grad, factors) if factors else grad,), None
+            key = (clock, stream, gradient[0].dtype, target.dtypes)
             targets, gradients = batches.setdefault(key, ([], []))
             targets.append(target)
             gradients.append(gradient)
-        for (clock, factor_count, *_), (targets, gradients) in batches.items():
-            kernel: Any = wgrad_update if factor_count == 2 else apply_rule
-            kernel(
-                *zip(*gradients, strict=True),
-                targets,
-                clock.scalars,
-                clock.seed if self.stochastic else None,
-                self.rule.update,
-            )
+        kernel: Any = wgrad_update if waiting is self._fused else apply_rule
+        for (clock, stream, *_), (targets, gradients) in batches.items():
+            with _on_stream(stream, targets[0].param.device):
+                if not clock.running:
+                    clock.begin()
+                kernel(
+                    *zip(*gradients, strict=True),
+                    targets,
+                    clock.scalars,
+                    clock.seed if self.stochastic else None,
+                    self.rule.update,
+                )
             # The kernels write behind autograd's back: a graph that still holds the old weights
             # must not be differentiated again.
             increment_version([target.param for target in targets])
@@ -119,7 +137,18 @@ class UpdateQueue:
         return Target(slot.param, [state[name] for name in self.rule.states], slot.salt)
 
 
-def _join(factors: Factors) -> tuple[Tensor, Tensor]:
+def _on_stream(stream: int | None, device: torch.device) -> AbstractContextManager:
+    """Context in which work goes to the stream that wrote the factors.
+
+    The engine runs the hook on the stream on which the optimizer was built, and makes it wait for
+    gradients, but it knows nothing of factors.
+    """
+    if stream is None or stream == torch._C._cuda_getCurrentRawStream(device.index):
+        return nullcontext()
+    return torch.cuda.stream(torch.cuda.ExternalStream(stream, device))
+
+
+def _join(factors: Factors) -> tuple[Tensor, ...]:
     """One pair ``(dy, x)`` whose product is the sum over all uses of the weight."""
     if len(factors) == 1:
         x, dy = factors[0]

@@ -4,7 +4,7 @@
     seed       = hash32(step, base_seed)
 
 All of it lives on the device: a learning-rate schedule never recompiles a kernel and a captured
-CUDA graph advances by itself. fp64 because ``1 - beta^t`` cancels: in fp32 it is off by 1e-5 at t=1.
+CUDA graph advances by itself. fp64 because ``1 - beta^t`` cancels: fp32 is off by 1e-5 at t=1.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def advance_reference(
     step += 1
     values = rule.torch(step.double(), tuple(hyper.unbind()))
     scalars.copy_(torch.stack(values))
-    seed.copy_(hash32_reference(step.long(), base_seed.long() & 0xFFFFFFFF))
+    seed.copy_(hash32_reference(step.int(), base_seed))
 
 
 @triton.jit

@@ -27,10 +27,8 @@ def apply_rule_reference(
     h = None
     if seed is not None:
         # Index in memory order: it is what the kernel hashes, also for a transposed parameter.
-        index = torch.arange(param.numel(), device=param.device).as_strided(
-            param.shape, param.stride()
-        )
-        h = hash32_reference((index + target.salt) & 0xFFFFFFFF, seed.long() & 0xFFFFFFFF)
+        index = torch.arange(param.numel(), dtype=torch.int32, device=param.device)
+        h = hash32_reference(index.as_strided(param.shape, param.stride()) + target.salt, seed)
     new_param, new_states = rule.torch(
         param.float(), grad.float(), tuple(s.float() for s in states), tuple(scalars.unbind())
     )
@@ -131,7 +129,7 @@ def apply_rule(
         return
     for start in range(0, len(targets), CAPACITY):
         table = Table()
-        copies = []
+        copies: list[Tensor] = []  # live until the launch
         for grad, target in zip(grads[start : start + CAPACITY], targets[start : start + CAPACITY]):
             param = target.param
             if param.numel() == 0:

@@ -13,15 +13,25 @@ from torch import Tensor
 
 from forge.kernels.runtime import tl, triton
 
-_MASK = 0xFFFFFFFF
+
+def _shift(x: Tensor, bits: int) -> Tensor:
+    """Logical right shift of int32 (torch's is arithmetic)."""
+    return (x >> bits) & (2 ** (32 - bits) - 1)
+
+
+def _int32(value: int) -> int:
+    return value - 2**32 if value >= 2**31 else value
 
 
 def hash32_reference(x: Tensor, seed: Tensor) -> Tensor:
-    """32-bit hash of ``x ^ seed`` (both int64 holding 32-bit values), as int64 in [0, 2^32)."""
-    h = (x ^ seed) & _MASK
-    h = ((h ^ (h >> 16)) * 0x7FEB352D) & _MASK
-    h = ((h ^ (h >> 15)) * 0x846CA68B) & _MASK
-    return h ^ (h >> 16)
+    """32-bit hash of ``x ^ seed``; int32 in and out, read as 32 unsigned bits."""
+    h = x ^ seed
+    h ^= _shift(h, 16)
+    h *= _int32(0x7FEB352D)
+    h ^= _shift(h, 15)
+    h *= _int32(0x846CA68B)
+    h ^= _shift(h, 16)
+    return h
 
 
 @triton.jit
@@ -33,10 +43,10 @@ def hash32(x, seed):
 
 
 def draw_reference(h: Tensor, stream: int) -> Tensor:
-    """16 random bits of hash ``h`` for stored value number ``stream`` (0 the weight, then states)."""
-    if stream >= 2:
-        h = (h * (0x9E3779B1 + 2 * (stream - 2))) & _MASK
-    return h & 0xFFFF if stream == 0 else h >> 16
+    """16 random bits of hash ``h`` for stored value ``stream``: 0 is the weight, then the states."""
+    if stream == 0:
+        return h & 0xFFFF
+    return _shift(h if stream == 1 else h * _int32(0x9E3779B1 + 2 * (stream - 2)), 16)
 
 
 @triton.jit
@@ -50,9 +60,8 @@ def draw(h, stream: tl.constexpr):
 
 
 def stochastic_bf16_reference(x: Tensor, bits: Tensor) -> Tensor:
-    """Round fp32 ``x`` to bf16 with 16 random ``bits`` (int64, same shape); NaN stays NaN."""
-    rounded = (x.view(torch.int32).to(torch.int64) + bits) >> 16
-    rounded = rounded.to(torch.int16).view(torch.bfloat16)
+    """Round fp32 ``x`` to bf16 with 16 random ``bits`` (int32, same shape); NaN stays NaN."""
+    rounded = ((x.view(torch.int32) + bits) >> 16).to(torch.int16).view(torch.bfloat16)
     return torch.where(torch.isnan(x), x.to(torch.bfloat16), rounded)
 
 

@@ -1,8 +1,8 @@
 """What an update kernel writes: a parameter with its states, and how a launch finds many of them.
 
-A launch costs more host time than the update of a small layer takes on the GPU, so the update kernels
-take up to ``CAPACITY`` parameters at once. Where their tensors lie, and their sizes, travel as one small
-int64 array: the first programs of all entries, then the fields of each entry.
+A launch costs more host time than the update of a small layer takes on the GPU, so the update
+kernels take up to ``CAPACITY`` parameters at once. Where their tensors lie, and their sizes, travel
+as one small int64 array: the first programs of all entries, then the fields of each entry.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Table:
         self.bits = 0
 
     def add(self, programs: int, fields: tuple[int, ...], bits: int) -> None:
-        """Add an entry that ``programs`` programs work on; ``bits``: all that should be aligned, or-ed."""
+        """Add an entry for ``programs`` programs; ``bits`` ors all that is to be aligned."""
         self.firsts.append(self.programs)
         self.programs += programs
         self.entries += fields
@@ -68,10 +68,12 @@ class Table:
 
     def to(self, device: torch.device) -> Tensor:
         """The int64 array on ``device``, copied without synchronising."""
-        # A fresh pinned buffer each time: the copy is asynchronous, a reused one could be in flight.
+        # A fresh pinned buffer each time: the copy is asynchronous, an old one may be in flight.
         values = self.firsts + [_NEVER] * (CAPACITY - len(self.firsts)) + self.entries
         cuda = device.type == "cuda"
-        return torch.tensor(values, dtype=torch.int64, pin_memory=cuda).to(device, non_blocking=True)
+        return torch.tensor(values, dtype=torch.int64, pin_memory=cuda).to(
+            device, non_blocking=True
+        )
 
 
 @triton.jit

@@ -1,6 +1,6 @@
 """Element-wise update rules, each written once.
 
-A rule is two pure functions. ``scalars(step, hyper)`` gives what the update needs at a step, in fp64.
+A rule is two pure functions. ``scalars(step, hyper)`` gives what a step's updates need, in fp64.
 ``update(w, g, states, scalars)`` gives the new weight and states. torch runs them as they stand: on
 fp64 tensors they are the truth that every kernel is tested against. Triton runs the same source.
 """
