@@ -295,12 +295,7 @@ def _report(
 @app.command("list")
 def list_methods() -> None:
     """Show every method: package, licence, states, limits."""
-    specs = list(REGISTRY.values())
-    installed = {
-        spec.distribution: environment.package_version(spec.distribution or "torch")
-        for spec in specs
-    }
-    _console().print(tables.methods_table(specs, installed))
+    _console().print(tables.methods_table(list(REGISTRY.values()), environment.package_version))
 
 
 @app.command("leaderboard")

@@ -143,13 +143,12 @@ def write(runs: Path, published: Path, target: Path, include_cpu: bool = False) 
 
 
 def write_atomically(target: Path, text: str) -> None:
-    """Replace ``target`` by ``text``."""
+    """Replace ``target`` by ``text``; on an error the old file stays."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(
-        "w", dir=target.parent, prefix=f".{target.name}.", delete=False
-    ) as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    Path(file.name).chmod(0o644)
-    os.replace(file.name, target)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as folder:
+        fresh = Path(folder) / target.name
+        with fresh.open("w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(fresh, target)

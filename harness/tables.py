@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,26 +57,27 @@ def remarks(frame: pd.DataFrame) -> list[str]:
     ]
 
 
-def methods_table(specs: Sequence[OptimizerSpec], installed: dict[str, str]) -> Table:
-    """What ``forge-bench list`` shows. ``installed``: version (or nothing) by distribution."""
+def methods_table(specs: Sequence[OptimizerSpec], installed: Callable[[str], str]) -> Table:
+    """What ``forge-bench list`` shows. ``installed(package)``: its version, or nothing."""
     view = Table(title="Methods", title_justify="left", show_lines=True)
-    for name in ("key", "method", "package", "installed", "licence", "states", "devices", "exact"):
-        view.add_column(name, overflow="fold")
-    view.add_column("what it is; what it cannot do", min_width=48)
+    view.add_column("key", no_wrap=True)
+    view.add_column("method, package, licence")
+    view.add_column("what it is, states, limits")
     for spec in specs:
-        limits = (
-            f"\n[dim]cannot / needs: {escape(', '.join(spec.limits))}[/dim]" if spec.limits else ""
-        )
+        package = spec.distribution or ("forge-optim" if spec.target[:6] == "forge:" else "torch")
+        version = installed(package)
+        origin = f"{package} {version}" if version else f"{package}, not installed"
+        following = "follows AdamW" if spec.exact else "lossy: looser gate"
+        facts = [
+            spec.summary,
+            f"states: {spec.states}; runs on: {', '.join(spec.devices)}; {following}",
+        ]
+        if spec.limits:
+            facts.append(f"limits: {', '.join(spec.limits)}")
         view.add_row(
             spec.key,
-            spec.method,
-            spec.distribution or "(this project or torch)",
-            installed[spec.distribution] or "no",
-            spec.licence,
-            spec.states,
-            ", ".join(spec.devices),
-            "yes" if spec.exact else "no",
-            escape(spec.summary) + limits,
+            escape(f"{spec.method}\n{origin}\n{spec.licence}"),
+            escape("\n".join(facts)),
         )
     return view
 

@@ -1,0 +1,90 @@
+"""State bytes are exact: every tensor the optimizer holds, once, and nothing of the model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from forge.harness.memory import PeakMeter, plain_tensors, state_bytes
+
+
+def make_model(dtype=torch.bfloat16):
+    model = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 7)).to(dtype)
+    model(torch.ones(3, 64, dtype=dtype)).sum().backward()
+    return model
+
+
+def counts(model):
+    parameters = list(model.parameters())
+    return sum(p.numel() for p in parameters), len(parameters)
+
+
+@pytest.mark.parametrize(("dtype", "width"), [(torch.bfloat16, 4), (torch.float32, 8)])
+def test_torch_adamw(dtype, width):
+    model = make_model(dtype)
+    optimizer = torch.optim.AdamW(model.parameters())
+    assert state_bytes(optimizer, model) == 0
+    optimizer.step()
+    elements, tensors = counts(model)
+    step_counters = 4 * tensors
+    assert state_bytes(optimizer, model) == width * elements + step_counters
+
+
+def test_parameters_gradients_and_buffers_are_not_state():
+    model = nn.Sequential(make_model(), nn.BatchNorm1d(7))
+    everything = [*model.parameters(), *(p.grad for p in model.parameters()), *model.buffers()]
+    aliases = [p.detach().view(-1)[1:] for p in model.parameters()]
+    assert state_bytes({"held": everything, "alias": aliases, "model": model}, model) == 0
+
+
+class Projector:
+    """State in an object, as GaLore keeps it."""
+
+    __slots__ = ("basis", "inner")
+
+    def __init__(self):
+        self.basis = torch.zeros(10)
+        self.inner = {"q": [torch.zeros(4, dtype=torch.int8)]}
+
+
+def test_objects_sequences_closures_and_shared_storage():
+    model = make_model()
+    shared = torch.zeros(100)
+    hidden = torch.zeros(6)
+
+    def hook():
+        return hidden
+
+    held = {"a": shared, "b": shared[10:20], "p": Projector(), "t": (hook,), 3: {torch.zeros(2)}}
+    assert state_bytes(held, model) == 4 * (100 + 10 + 6 + 2) + 4
+
+
+def test_state_on_a_parameter_attribute():
+    model = make_model()
+    weight = model[0].weight
+    weight.moment = torch.zeros(5)
+    assert state_bytes([weight], model) == 20
+
+
+def test_tensor_subclasses_count_their_inner_tensors():
+    subclass = pytest.importorskip("torchao.optim.subclass_8bit")
+    model = make_model()
+    state = subclass.OptimState8bit.zeros((64, 32), signed=True, block_size=256)
+    inner = list(plain_tensors(state))
+    assert len(inner) == 3
+    expected = sum(t.untyped_storage().nbytes() for t in inner)
+    assert state_bytes({"exp_avg": state}, model) == expected
+    assert 64 * 32 < expected < 64 * 32 * 2
+
+
+def test_peak_meter_sees_memory_that_is_freed_again():
+    meter = PeakMeter("cpu")
+    meter.reset()
+    before, reserved = meter.read()
+    block = torch.ones(64 * 2**20 // 4)
+    del block
+    after, _ = meter.read()
+    assert reserved is None
+    assert after - before > 0.05
+    assert "RSS" in meter.kind

@@ -1,0 +1,234 @@
+"""Records and the leaderboard made of them.
+
+What is written is read back; damage costs the damaged line only; leaderboard.csv has exact columns,
+published rows apart, runs kept together, and is replaced in one step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pandas as pd
+import pytest
+
+from forge.harness import leaderboard, records, tables
+from forge.harness.records import Record
+
+HEADER = (
+    "method,source,status,hardware,gpu_count,model,batch,seq,precision,states,attention,kernels,"
+    "execution,latency_ms,latency_p20_ms,latency_p80_ms,peak_memory_gib,state_bytes_per_param,"
+    "tokens_per_s,mfu_pct,ofu_pct,loss,gate,steps,torch,triton,date,commit,run_id,source_ref,notes"
+)
+PUBLISHED = (
+    "source,source_ref,date,method,model,hardware,batch,seq,precision,attention,kernels,latency_ms,"
+    "peak_memory_gib,tokens_per_s,approximate\n"
+    "published,a paper,2026-06,vanilla AdamW,Qwen3-0.6B,H200,1,512,bf16-everywhere,FA3,Liger,"
+    "111.9,7.3,,False\n"
+    "published,a post,2026,baseline,Phi-4-mini,H100,1,4096,bf16,,,,,4921.59,True\n"
+)
+
+
+def make_record(**changes) -> Record:
+    """A complete ``ok`` record."""
+    base = Record(
+        run_id="2026-01-02_run",
+        row="adamw/hf/eager",
+        key="adamw",
+        method="vanilla AdamW",
+        status="ok",
+        notes="",
+        date="2026-01-02T03:04:05Z",
+        hardware="H200",
+        gpu_count=1,
+        model="Qwen3-0.6B",
+        batch=1,
+        seq=512,
+        precision="bf16",
+        states="bf16",
+        kernels="hf",
+        execution="eager",
+        attention_request="sdpa",
+        attention="sdpa:cudnn",
+        gate="pass",
+        latency_ms=2.0,
+        latency_p20_ms=1.0,
+        latency_p80_ms=3.0,
+        peak_memory_gib=4.5,
+        tokens_per_s=256_000.0,
+        samples_ms=[1.0, 2.0, 3.0],
+        steps=3,
+        environment={"torch": "2.11.0", "triton": "3.6.0", "commit": "abc", "dirty": False},
+    )
+    return dataclasses.replace(base, **changes)
+
+
+def test_round_trip(tmp_path):
+    written = [make_record(), make_record(row="b/hf/eager", gate_detail={"losses": [9.0, 8.5]})]
+    for record in written:
+        records.append(tmp_path, record)
+    assert records.load(tmp_path) == (written, [])
+
+
+def test_truncated_last_line_is_reported_and_the_next_record_is_whole(tmp_path):
+    first, lost, later = (make_record(row=name) for name in ("a", "b", "c"))
+    records.append(tmp_path, first)
+    records.append(tmp_path, lost)
+    path = tmp_path / records.RECORDS_FILE
+    path.write_bytes(path.read_bytes()[:-20])
+    found, damaged = records.load(tmp_path)
+    assert found == [first]
+    assert len(damaged) == 1 and ":2: unreadable record" in damaged[0]
+    records.append(tmp_path, later)
+    assert records.load(tmp_path)[0] == [first, later]
+
+
+@pytest.mark.parametrize("line", [b"[1]", b'"text"', b"{}", b"\xff\xfe", b"null"])
+def test_a_line_that_is_no_record_is_reported(tmp_path, line):
+    records.append(tmp_path, make_record())
+    with (tmp_path / records.RECORDS_FILE).open("ab") as file:
+        file.write(line + b"\n")
+    found, damaged = records.load(tmp_path)
+    assert len(found) == 1 and len(damaged) == 1
+
+
+def test_fields_of_a_later_version_are_ignored(tmp_path):
+    raw = dataclasses.asdict(make_record()) | {"invented_later": 1}
+    (tmp_path / records.RECORDS_FILE).write_text(json.dumps(raw) + "\n")
+    assert records.load(tmp_path) == ([make_record()], [])
+
+
+@pytest.mark.parametrize(
+    "changes", [{"gate": "fail"}, {"gate": ""}, {"status": "failed"}, {"status": "oom"}]
+)
+def test_no_latency_without_a_green_gate(changes):
+    with pytest.raises(ValueError, match="a latency needs status ok and gate pass"):
+        make_record(**changes)
+
+
+def test_unknown_status_is_refused():
+    with pytest.raises(ValueError, match="status must be one of ok, oom"):
+        make_record(status="fine")
+
+
+def save(runs, *found):
+    for record in found:
+        folder = runs / record.run_id
+        folder.mkdir(parents=True, exist_ok=True)
+        records.append(folder, record)
+
+
+@pytest.fixture
+def published(tmp_path):
+    path = tmp_path / "published.csv"
+    path.write_text(PUBLISHED)
+    return path
+
+
+def regenerate(tmp_path, published, **options):
+    target = tmp_path / "leaderboard.csv"
+    damaged = leaderboard.write(tmp_path / "runs", published, target, **options)
+    return pd.read_csv(target), damaged
+
+
+def test_columns_are_exactly_these(tmp_path, published):
+    save(tmp_path / "runs", make_record())
+    regenerate(tmp_path, published)
+    assert (tmp_path / "leaderboard.csv").read_text().splitlines()[0] == HEADER
+
+
+def test_measured_and_published_rows(tmp_path, published):
+    failed = make_record(
+        row="x/hf/eager", status="oom", notes="why", gate="", latency_ms=None, samples_ms=[]
+    )
+    save(tmp_path / "runs", failed, make_record())
+    frame, damaged = regenerate(tmp_path, published)
+    assert damaged == []
+    assert list(frame["source"]) == ["measured", "measured", "published", "published"]
+    ok, oom, paper = frame.iloc[0], frame.iloc[1], frame[frame["hardware"] == "H200"].iloc[2]
+    assert (ok["latency_ms"], ok["attention"], ok["date"]) == (2.0, "sdpa:cudnn", "2026-01-02")
+    assert (oom["status"], oom["notes"]) == ("oom", "why") and pd.isna(oom["latency_ms"])
+    assert (paper["status"], paper["latency_ms"], paper["source_ref"]) == ("ok", 111.9, "a paper")
+    assert pd.isna(paper["run_id"]) and pd.isna(paper["execution"])
+    assert frame[frame["model"] == "Phi-4-mini"].iloc[0]["notes"] == "approximate"
+
+
+def test_rows_of_a_run_stay_together(tmp_path, published):
+    for run_id, times in (("2026-01-01_a", (5.0, 1.0)), ("2026-01-02_b", (4.0, 2.0))):
+        for i, ms in enumerate(times):
+            save(tmp_path / "runs", make_record(run_id=run_id, row=f"{i}", latency_ms=ms))
+    measured = regenerate(tmp_path, published)[0].query("source == 'measured'")
+    assert list(measured["run_id"]) == ["2026-01-01_a"] * 2 + ["2026-01-02_b"] * 2
+    assert list(measured["latency_ms"]) == [1.0, 5.0, 2.0, 4.0]
+
+
+def test_cpu_rows_stay_out_unless_asked_for(tmp_path, published):
+    save(tmp_path / "runs", make_record(gpu_count=0, model="qwen3-tiny"))
+    assert "measured" not in set(regenerate(tmp_path, published)[0]["source"])
+    assert "measured" in set(regenerate(tmp_path, published, include_cpu=True)[0]["source"])
+
+
+def test_repeats_are_pooled(tmp_path, published):
+    for repeat, ms in enumerate((2.0, 4.0, 9.0)):
+        save(tmp_path / "runs", make_record(repeat=repeat, latency_ms=ms, samples_ms=[ms] * 3))
+    row = regenerate(tmp_path, published)[0].iloc[0]
+    assert (row["latency_ms"], row["steps"], row["tokens_per_s"]) == (4.0, 9, 128_000)
+    assert row["notes"] == "3 passes: 2, 4, 9 ms"
+
+
+def test_one_bad_repeat_is_not_hidden(tmp_path, published):
+    bad = make_record(repeat=1, status="failed", gate="fail", notes="why", latency_ms=None)
+    save(tmp_path / "runs", make_record(), bad)
+    row = regenerate(tmp_path, published)[0].iloc[0]
+    assert (row["status"], row["notes"]) == ("failed", "why") and pd.isna(row["latency_ms"])
+
+
+def test_damaged_records_are_reported(tmp_path, published):
+    save(tmp_path / "runs", make_record())
+    with (tmp_path / "runs" / "2026-01-02_run" / records.RECORDS_FILE).open("a") as file:
+        file.write('{"half": ')
+    frame, damaged = regenerate(tmp_path, published)
+    assert len(damaged) == 1 and len(frame) == 3
+
+
+def test_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
+    target = tmp_path / "out.csv"
+    target.write_text("old")
+
+    def broken(*_):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(leaderboard.os, "fsync", broken)
+    with pytest.raises(OSError, match="disk full"):
+        leaderboard.write_atomically(target, "new")
+    assert target.read_text() == "old"
+    assert [p.name for p in tmp_path.iterdir()] == ["out.csv"]
+
+
+def test_readme_table(tmp_path, published):
+    oom = make_record(
+        row="y", method="GaLore r=128", status="oom", gate="", latency_ms=None, samples_ms=[]
+    )
+    save(tmp_path / "runs", make_record(), oom)
+    frame, _ = regenerate(tmp_path, published)
+    readme = tmp_path / "README.md"
+    readme.write_text(f"top\n{tables.BEGIN}\nold\n{tables.END}\nbottom\n")
+    tables.rewrite_readme(readme, tables.markdown(frame, "2026-01-02_run"))
+    text = readme.read_text()
+    assert text.startswith("top\n") and text.endswith("\nbottom\n") and "old" not in text
+    assert (
+        "| vanilla AdamW | hf | eager | 2.0 | 1.0 to 3.0 | 4.50 |  | 256,000 | 111.9 / 7.3 |"
+        in text
+    )
+    assert "| GaLore r=128 | hf | eager | oom |" in text
+
+
+def test_readme_errors(tmp_path, published):
+    save(tmp_path / "runs", make_record())
+    frame, _ = regenerate(tmp_path, published)
+    with pytest.raises(
+        ValueError, match="no run 'x' in the leaderboard; there are: 2026-01-02_run"
+    ):
+        tables.markdown(frame, "x")
+    with pytest.raises(ValueError, match="needs the lines"):
+        tables.rewrite_readme(tmp_path / "README.md", "text")

@@ -1,0 +1,297 @@
+"""A run survives what happens to it: killed parents, crashed workers, missing packages, hangs."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from forge.harness import environment, records
+from forge.harness.processes import Workers
+from forge.harness.rows import VARIANTS, cannot_run, select_rows
+from forge.harness.runner import Run, Settings, batches_of, load_settings, new_folder, save_settings
+from forge.optim.registry import REGISTRY
+
+BENCH = [sys.executable, "-m", "forge.harness.cli", "--device", "cpu", "--seq", "16"]
+
+
+def make_run(folder, rows, worker=None, **changes):
+    settings = Settings(
+        run_id=folder.name,
+        model="qwen3-tiny",
+        model_name="qwen3-tiny",
+        weights=None,
+        batch=1,
+        seq=16,
+        steps=2,
+        warmup=1,
+        attention="sdpa",
+        data="random",
+        device="cpu",
+        dtype="bfloat16",
+        seed=0,
+        repeat=1,
+        hardware="a CPU",
+        timeout_s=120.0,
+        rows=[dataclasses.asdict(row) for row in rows],
+    )
+    settings = dataclasses.replace(settings, **changes)
+    save_settings(folder, settings)
+    extra = {"worker": worker} if worker else {}
+    said: list[str] = []
+    batches = batches_of(settings)
+    return Run(settings, folder, batches, environment.describe(), said.append, **extra), said
+
+
+def patched_worker(patch):
+    """A server whose workers run ``patch`` (code) in place of every row, not of the reference."""
+    code = (
+        "import os, sys, time\n"
+        "from forge.harness import worker\n"
+        "real = worker.run\n"
+        "def run(job):\n"
+        "    if job.row is None:\n"
+        "        return real(job)\n"
+        f"    {patch}\n"
+        "worker.run = run\n"
+        "worker.serve(sys.argv[1])\n"
+    )
+    return (sys.executable, "-c", code)
+
+
+def execute(folder, keys, patch=None, **changes):
+    worker = patched_worker(patch) if patch else None
+    run, said = make_run(folder, select_rows(keys, "cpu"), worker, **changes)
+    return list(run.execute()), said
+
+
+def test_a_row_is_measured_and_recorded(tmp_path):
+    found, _ = execute(tmp_path, ["adamw-fused"])
+    assert found == records.load(tmp_path)[0]
+    (record,) = found
+    assert (record.status, record.gate, record.notes) == ("ok", "pass", "")
+    assert record.steps == len(record.samples_ms) == 2 and len(record.warmup_ms) == 1
+    assert record.latency_ms == pytest.approx(np.median(record.samples_ms))
+    assert record.latency_p20_ms <= record.latency_ms <= record.latency_p80_ms
+    assert record.tokens_per_s == pytest.approx(16e3 / record.latency_ms)
+    assert 4.0 < record.state_bytes_per_param < 4.01
+    assert (record.attention, record.kernels, record.execution) == ("sdpa:flash", "hf", "eager")
+    assert record.mfu_pct is None and record.ofu_pct is None
+    assert record.gate_detail["steps"] == 6 and len(record.gate_detail["losses"]) == 6
+    assert record.environment["seed"] == 0 and record.environment["torch"]
+    assert (record.model, record.hardware, record.gpu_count) == ("qwen3-tiny", "a CPU", 0)
+    assert "adamw-fused/hf/eager" in (tmp_path / "log.txt").read_text()
+
+
+def test_a_killed_worker_is_a_failed_row_and_the_run_goes_on(tmp_path):
+    found, _ = execute(tmp_path, ["adamw", "adamw-fused"], "os.kill(os.getpid(), 9)")
+    assert [record.status for record in found] == ["failed"] * 2
+    assert all("killed by SIGKILL" in record.notes for record in found)
+    assert all(record.latency_ms is None for record in found)
+
+
+def test_the_last_line_of_a_crash_is_the_reason(tmp_path):
+    patch = "print('first'); print('the reason', file=sys.stderr); os._exit(3)"
+    (record,), _ = execute(tmp_path, ["adamw"], patch)
+    assert record.notes == "worker exited with code 3: the reason"
+    assert "first\n" in (tmp_path / "log.txt").read_text()
+
+
+def test_a_hanging_worker_is_stopped(tmp_path):
+    began = time.monotonic()
+    patch = "os.system('sleep 300')"
+    (record,), _ = execute(tmp_path, ["adamw"], patch, timeout_s=8.0)
+    assert record.status == "failed" and "stopped after 8 s" in record.notes
+    assert time.monotonic() - began < 60
+
+
+def test_a_server_that_cannot_start_is_reported(tmp_path):
+    code = "raise SystemExit('broken installation')"
+    run, _ = make_run(tmp_path, select_rows(["adamw"], "cpu"), (sys.executable, "-c", code))
+    (record,) = run.execute()
+    assert record.status == "failed" and "broken installation" in record.notes
+
+
+@pytest.mark.parametrize(
+    ("raised", "status", "notes"),
+    [
+        ("torch.cuda.OutOfMemoryError('CUDA out of memory. 1')", "oom", "CUDA out of memory"),
+        ("MemoryError('no room')", "oom", "out of host memory: no room"),
+        ("worker.UnsupportedExecution('not so')", "unsupported", "not so"),
+        ("worker.Missing('it does not import')", "skipped", "it does not import"),
+        ("worker.GateFailed('too far')", "failed", "gate: too far"),
+        ("KeyError('x')", "failed", "KeyError: 'x'"),
+    ],
+)
+def test_what_is_raised_becomes_a_status(raised, status, notes, monkeypatch):
+    import torch
+
+    from forge.harness import worker
+
+    namespace = {"torch": torch, "worker": worker}
+
+    def measure(*_):
+        raise eval(raised, namespace)
+
+    monkeypatch.setattr(worker, "_measure", measure)
+    job = worker.Job(
+        row={"key": "adamw", "kernels": "hf", "execution": "eager"},
+        model="qwen3-tiny", weights=None, batch=1, seq=16, device="cpu", dtype="bfloat16",
+        attention="sdpa", data="", seed=0, warmup=1, steps=1, hardware="",
+    )  # fmt: skip
+    result = worker.run(job)
+    assert result.status == status and notes in result.notes
+
+
+def test_a_missing_rival_is_a_skipped_row(tmp_path, monkeypatch):
+    ghost = dataclasses.replace(
+        REGISTRY["adamw"], key="ghost", target="no_such_rival:X", distribution="no-such-rival"
+    )
+    monkeypatch.setitem(REGISTRY, "ghost", ghost)
+    (record,), _ = execute(tmp_path, ["ghost"])
+    assert (record.status, record.notes) == ("skipped", "no-such-rival is not installed")
+
+
+def test_a_rival_that_does_not_import_is_skipped(monkeypatch):
+    from forge.harness import worker
+    from forge.harness.rows import Row
+
+    broken = dataclasses.replace(REGISTRY["adamw"], target="torch.optim:NoSuchClass")
+    monkeypatch.setitem(REGISTRY, "adamw", broken)
+    with pytest.raises(worker.Missing, match="torch does not import: AttributeError"):
+        worker._resolve(Row("adamw", "hf", "eager"))
+
+
+def test_a_method_that_fails_its_gate_has_no_latency(tmp_path):
+    patch = (
+        "from forge.optim.registry import REGISTRY; import dataclasses; "
+        "REGISTRY['adamw'] = dataclasses.replace("
+        "REGISTRY['adamw'], train=lambda optimizer, loss, hyper: loss.backward()); "
+        "return real(job)"
+    )
+    (record,), _ = execute(tmp_path, ["adamw"], patch)
+    assert (record.status, record.gate, record.latency_ms) == ("failed", "fail", None)
+    assert "never moved" in record.notes
+
+
+def test_settled_rows_do_not_start_a_worker(tmp_path):
+    run, _ = make_run(tmp_path, [*select_rows(["adalomo"], "cpu"), *VARIANTS], ("/no/worker",))
+    found = list(run.execute())
+    assert {record.status for record in found} == {"unsupported"}
+    assert {record.notes for record in found} == {
+        "AdaLomo runs on cuda only",
+        "a CUDA graph needs a CUDA device",
+        "Liger's kernels need a CUDA device",
+    }
+
+
+def test_rows_of_all():
+    rows = select_rows(["all"], "cuda")
+    assert [row.key for row in rows[: len(REGISTRY)]] == list(REGISTRY)
+    assert tuple(rows[len(REGISTRY) :]) == VARIANTS
+    assert len({row.id for row in rows}) == len(rows)
+    assert all(cannot_run(row, "cuda") is None or row.spec.distribution for row in rows)
+
+
+def test_order_is_shuffled_by_the_seed_and_repeats_are_interleaved(tmp_path):
+    rows = select_rows(["all"], "cpu")
+    run, _ = make_run(tmp_path, rows, repeat=3)
+    plan = run.settings.schedule()
+    passes = [[row for repeat, row in plan if repeat == n] for n in range(3)]
+    assert [repeat for repeat, _ in plan] == sorted(repeat for repeat, _ in plan)
+    assert all(set(each) == set(rows) for each in passes) and passes[0] != passes[1]
+    assert plan == load_settings(tmp_path).schedule()
+    other = dataclasses.replace(run.settings, seed=1)
+    assert plan != other.schedule()
+
+
+def test_folders_never_collide(tmp_path):
+    names = {new_folder(tmp_path, "Qwen3-0.6B", "H200", "abc").name for _ in range(3)}
+    assert len(names) == 3 and all("_Qwen3-0.6B_H200_abc" in name for name in names)
+
+
+def start(out, *options):
+    return subprocess.Popen(
+        [*BENCH, "--out", str(out), *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def wait_for_record(out, process):
+    deadline = time.monotonic() + 90
+    while time.monotonic() < deadline and process.poll() is None:
+        for file in out.glob(f"*/{records.RECORDS_FILE}"):
+            if file.read_bytes().count(b"\n"):
+                return file.parent
+        time.sleep(0.05)
+    raise AssertionError(f"no record: {process.communicate()[0]}")
+
+
+def alive_workers(folder):
+    listing = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True).stdout
+    return [line for line in listing.splitlines() if "harness.worker" in line]
+
+
+ROWS = ("--optimizers", "adamw,adamw-fused,adamw-foreach", "--steps", "3", "--data", "random")
+
+
+def test_resume_after_a_kill(tmp_path):
+    before = set(alive_workers(tmp_path))
+    process = start(tmp_path, *ROWS)
+    folder = wait_for_record(tmp_path, process)
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate()
+    first = records.load(folder)[0]
+    assert 1 <= len(first) < 3
+    time.sleep(0.5)
+    assert set(alive_workers(tmp_path)) <= before, "workers outlived the killed parent"
+    with (folder / records.RECORDS_FILE).open("a") as file:
+        file.write('{"half a record')
+    again = subprocess.run(
+        [sys.executable, "-m", "forge.harness.cli", "--resume", str(folder)],
+        capture_output=True,
+        text=True,
+    )
+    assert again.returncode == 0, again.stderr
+    found, damaged = records.load(folder)
+    assert found[: len(first)] == first and len(damaged) == 1
+    assert "unreadable record ignored" in again.stdout
+    assert sorted(record.key for record in found) == ["adamw", "adamw-foreach", "adamw-fused"]
+    assert [record.order for record in found] == [0, 1, 2]
+
+
+def test_interrupt_keeps_what_was_measured(tmp_path):
+    process = start(tmp_path, *ROWS)
+    folder = wait_for_record(tmp_path, process)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 130, output
+    assert f"forge-bench --resume {folder}" in output.replace("\n", "")
+    assert 1 <= len(records.load(folder)[0]) < 3
+
+
+def test_workers_start_clean(tmp_path):
+    """Two jobs see no trace of each other: each is its own process."""
+    code = (
+        "import os, sys\n"
+        "from forge.harness import worker\n"
+        "worker.work = lambda job, result: open(result, 'a').write(f'{os.getpid()} ')\n"
+        "worker.serve(sys.argv[1])\n"
+    )
+    result, output = tmp_path / "result", tmp_path / "output"
+    command = (sys.executable, "-c", code)
+    with Workers("cpu", tmp_path / "log", dict(os.environ), command) as workers:
+        endings = [workers.run(tmp_path, result, output, 60) for _ in range(2)]
+        server = workers.server.pid
+    pids = result.read_text().split()
+    assert endings == ["exited with code 0"] * 2
+    assert len(set(pids)) == 2 and str(server) not in pids
