@@ -184,9 +184,9 @@ def fuse_linears(model: nn.Module) -> list[nn.Linear]:
     """Turn the model's ``nn.Linear`` layers into :class:`ForgeLinear`, in place; returns them.
 
     Left as they are: subclasses (they may not compute ``x W^T``), layers whose weight has no slot
-    or is not contiguous, and weights that several modules share. A shared weight (a tied head) needs
-    the sum of several gradients; keeping the factors of the head until the embedding's gradient
-    arrives would hold its inputs and output gradients through the whole backward pass.
+    or is not contiguous, and weights that several modules share. A shared weight (a tied head)
+    needs the sum of several gradients; keeping the factors of the head until the embedding's
+    gradient arrives would hold its inputs and output gradients through the whole backward pass.
     """
     owners: dict[int, int] = {}
     for module in model.modules():

@@ -147,6 +147,18 @@ class ForgeOptimizer(torch.optim.Optimizer):
         if self.state.get(slot.param):
             self.state[slot.param]["step"] = clock.step
 
+    def state_dict(self) -> dict[str, Any]:
+        """As in ``torch.optim.Optimizer``, in the layout of the same rule's torch optimizer.
+
+        Tensors alias the live states, except ``step``: parameters share that one here, and an
+        optimizer that loads it would advance it once for each of them.
+        """
+        result = super().state_dict()
+        result["state"] = {
+            key: {**state, "step": state["step"].clone()} for key, state in result["state"].items()
+        }
+        return result
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict()`` returned, or the state of the same rule's torch optimizer.
 

@@ -130,7 +130,8 @@ def apply_rule(
     for start in range(0, len(targets), CAPACITY):
         table = Table()
         copies: list[Tensor] = []  # live until the launch
-        for grad, target in zip(grads[start : start + CAPACITY], targets[start : start + CAPACITY]):
+        chunk = slice(start, start + CAPACITY)
+        for grad, target in zip(grads[chunk], targets[chunk], strict=True):
             param = target.param
             if param.numel() == 0:
                 continue

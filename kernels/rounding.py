@@ -43,7 +43,7 @@ def hash32(x, seed):
 
 
 def draw_reference(h: Tensor, stream: int) -> Tensor:
-    """16 random bits of hash ``h`` for stored value ``stream``: 0 is the weight, then the states."""
+    """16 random bits of hash ``h`` for stored value ``stream``: the weight is 0, states follow."""
     if stream == 0:
         return h & 0xFFFF
     return _shift(h if stream == 1 else h * _int32(0x9E3779B1 + 2 * (stream - 2)), 16)

@@ -28,6 +28,10 @@ except ImportError:
     tl = types.SimpleNamespace(constexpr=None)
 
 
+# Whether CPU tensors go through Triton's interpreter. The tests turn it on where they test kernels.
+interpret_cpu = INTERPRETED
+
+
 def runs_triton(tensor: Tensor) -> bool:
     """Whether kernels on ``tensor`` go through Triton; otherwise the torch reference runs.
 
@@ -36,7 +40,7 @@ def runs_triton(tensor: Tensor) -> bool:
     """
     if tensor.is_cuda and not HAS_TRITON:
         raise RuntimeError("the fused kernels need triton on a GPU: pip install triton")
-    return tensor.is_cuda or INTERPRETED
+    return tensor.is_cuda or interpret_cpu
 
 
 def on_device(tensor: Tensor) -> Any:

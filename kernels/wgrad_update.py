@@ -145,7 +145,8 @@ def wgrad_update(
     first = targets[0]
     if not runs_triton(first.param):
         for dy, x, target in zip(dys, xs, targets, strict=True):
-            wgrad_update_reference(dy, x, target, scalars, seed, rule)
+            if target.param.numel():
+                wgrad_update_reference(dy, x, target, scalars, seed, rule)
         return
     tile = tile or _tile(dys[0].element_size())
     block_n, block_k = tile["BLOCK_N"], tile["BLOCK_K"]

@@ -1,0 +1,50 @@
+"""Kernels run through Triton's interpreter on the CPU and as they are on a GPU."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    # Triton decides when a kernel is decorated: it must be set while the kernel files are imported.
+    os.environ["TRITON_INTERPRET"] = "1"
+import forge  # noqa: E402, F401
+from forge.kernels import runtime  # noqa: E402
+
+# Neither the rest of the suite nor the processes it starts should interpret anything.
+os.environ.pop("TRITON_INTERPRET", None)
+runtime.interpret_cpu = False
+
+
+def pytest_collection_modifyitems(items):
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_and_seeded():
+    """Fresh seeds, and NaN in memory that nobody wrote."""
+    torch.manual_seed(0)
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+@pytest.fixture(
+    params=["reference", "interpreter", pytest.param("cuda", marks=pytest.mark.gpu)],
+)
+def device(request, monkeypatch):
+    """Where kernels run: plain torch, Triton's interpreter, or Triton on a GPU."""
+    if request.param == "interpreter":
+        if not runtime.INTERPRETED:
+            pytest.skip("the interpreter is for machines without a GPU")
+        monkeypatch.setattr(runtime, "interpret_cpu", True)
+        monkeypatch.setenv("TRITON_INTERPRET", "1")  # triton asks again while a kernel runs
+    return torch.device("cuda" if request.param == "cuda" else "cpu")
