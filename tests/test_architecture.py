@@ -1,4 +1,4 @@
-"""The house: kernels <- optim <- forge <- harness, behind symlinks, beside other people's `kernels`."""
+"""The house: kernels <- optim <- forge <- harness, beside other people's `kernels` package."""
 
 from __future__ import annotations
 
