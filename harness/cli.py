@@ -100,8 +100,7 @@ def run(
     if resume is not None:
         _only_resume(context)
         folder, settings = resume, _checked(load_settings, resume)
-        if settings.hardware != _hardware(settings.device):
-            _refuse(f"--resume: the run was on {settings.hardware}, rows would not compare")
+        settings = replace(settings, hardware=_hardware(_device(settings.device)))
         batches = _checked(batches_of, settings)
     else:
         where = _device(device)
@@ -246,16 +245,27 @@ def _execute(
     def say(text: str) -> None:
         progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    say(f"run {folder}: {total} rows of {settings.model_name} on {settings.hardware}")
     job = Run(settings, folder, batches, environment.describe(), say)
+    earlier, damaged = records.load(folder)
+    problem = job.mismatch(earlier)
+    if problem:
+        _refuse(f"--resume {folder}: rows would not compare: {problem}")
+    rows = job.remaining(earlier)
+    done, total = len(earlier), len(earlier) + len(rows)
+    for message in damaged:
+        say(message)
+    commits = {str(record.environment.get("commit")) for record in earlier}
+    if commits - {job.environment["commit"]}:
+        say(f"earlier rows are of commit {', '.join(sorted(commits))}")
+    say(f"run {folder}: {total} rows of {settings.model_name} on {settings.hardware}")
+    names = [row.id for _, _, row in rows] + ["done"]
     try:
         with progress:
-            done = total - len(job.remaining())
-            task = progress.add_task("rows", total=total, completed=done)
-            for record in job.execute():
+            task = progress.add_task(names[0], total=total, completed=done)
+            for record, following in zip(job.execute(rows), names[1:], strict=True):
                 done += 1
                 say(f"[{done}/{total}] {_outcome(record)}  {record.row}  {record.notes}".rstrip())
-                progress.update(task, completed=done)
+                progress.update(task, completed=done, description=following)
     except KeyboardInterrupt:
         say(f"interrupted; go on with: forge-bench --resume {folder}")
         raise typer.Exit(130) from None

@@ -21,6 +21,7 @@ from forge.harness.records import Record
 from forge.harness.rows import Row, cannot_run
 from forge.harness.worker import Job, Result
 from forge.harness.workloads import MODELS
+from forge.optim.registry import REGISTRY
 
 SETTINGS_FILE, LOG_FILE = "run.json", "log.txt"
 
@@ -93,9 +94,13 @@ def load_settings(folder: Path) -> Settings:
     if not path.exists():
         raise ValueError(f"--resume {folder}: holds no {SETTINGS_FILE}, it is not a run's folder")
     try:
-        return Settings(**json.loads(path.read_text()))
-    except (ValueError, TypeError) as error:
+        settings = Settings(**json.loads(path.read_text()))
+        unknown = {row["key"] for row in settings.rows} - set(REGISTRY)
+    except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"--resume {folder}: unreadable {SETTINGS_FILE} ({error})") from error
+    if unknown:
+        raise ValueError(f"--resume {folder}: no such method any more: {', '.join(unknown)}")
+    return settings
 
 
 def batches_of(settings: Settings) -> np.ndarray:
@@ -137,36 +142,40 @@ class Run:
         with (self.folder / LOG_FILE).open("a") as file:
             file.write(f"{_now()} {text}\n")
 
-    def remaining(self) -> list[tuple[int, int, Row]]:
-        """``(order, repeat, row)`` of the rows without a record."""
-        found, damaged = records.load(self.folder)
-        for message in damaged:
-            self.say(message)
-            self.log(message)
-        done = {(record.repeat, record.row) for record in found}
+    @property
+    def source(self) -> str:
+        """The input in words: where it is from, and a fingerprint of the tokens."""
+        count = len(self.batches)
+        return f"{self.settings.data} {data.fingerprint(self.batches)} ({count} batches)"
+
+    def mismatch(self, earlier: Sequence[Record]) -> str:
+        """Why rows measured now would not compare with the ``earlier`` ones; empty if they do."""
+        for record in earlier:
+            for what, then, now in (
+                ("hardware", record.hardware, self.settings.hardware),
+                ("torch", record.environment.get("torch"), self.environment["torch"]),
+                ("input", record.data, self.source),
+            ):
+                if then != now:
+                    return f"{what} was {then} and is {now}"
+        return ""
+
+    def remaining(self, earlier: Sequence[Record]) -> list[tuple[int, int, Row]]:
+        """``(order, repeat, row)`` of the rows that are not among the ``earlier`` records."""
+        done = {(record.repeat, record.row) for record in earlier}
         plan = enumerate(self.settings.schedule())
         return [(i, repeat, row) for i, (repeat, row) in plan if (repeat, row.id) not in done]
 
-    def _warn_if_code_changed(self) -> None:
-        commits = {r.environment.get("commit") for r in records.load(self.folder)[0]}
-        others = commits - {self.environment["commit"]}
-        if others:
-            self.say(f"earlier rows of this run are of commit {', '.join(map(str, others))}")
-
-    def execute(self) -> Iterator[Record]:
-        """Run what remains; yields each record after it is on disk."""
-        rows = self.remaining()
+    def execute(self, rows: Sequence[tuple[int, int, Row]]) -> Iterator[Record]:
+        """Run ``rows``; yields each record after it is on disk."""
         s = self.settings
-        self._warn_if_code_changed()
         self.log(f"{self.environment['command']} seed={s.seed} order={[r.id for _, _, r in rows]}")
         with tempfile.TemporaryDirectory(prefix="forge-bench-") as scratch:
             batches = Path(scratch) / "batches.npy"
             np.save(batches, self.batches)
-            count = len(self.batches)
-            source = f"{s.data} {data.fingerprint(self.batches)} ({count} batches)"
             server_log = Path(scratch) / "server.txt"
             with Workers(s.device, server_log, _worker_environment(s), self.worker) as workers:
-                session = _Session(self, workers, Path(scratch), batches, source)
+                session = _Session(self, workers, Path(scratch), batches)
                 for order, repeat, row in rows:
                     record = session.record(order, repeat, row)
                     records.append(self.folder, record)
@@ -175,11 +184,9 @@ class Run:
 
 
 class _Session:
-    def __init__(
-        self, run: Run, workers: Workers, scratch: Path, batches: Path, source: str
-    ) -> None:
+    def __init__(self, run: Run, workers: Workers, scratch: Path, batches: Path) -> None:
         self.run, self.workers = run, workers
-        self.scratch, self.batches, self.source = scratch, batches, source
+        self.scratch, self.batches = scratch, batches
         self.reference: Path | None = None
         self.no_reference = ""
 
@@ -257,7 +264,7 @@ class _Session:
             repeat=repeat,
             order=order,
             warmup=s.warmup,
-            data=self.source,
+            data=self.run.source,
             environment={**env, "seed": s.seed, "summary": spec.summary},
         )
         return replace(record, **fields)

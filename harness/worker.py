@@ -194,7 +194,7 @@ def _time(job: Job, row: Row, target: Any, batches: list[Any], fields: dict[str,
     params = sum(p.numel() for p in model.parameters() if p.requires_grad)
     held = state_bytes(optimizer, model)
     tokens = job.batch * job.seq
-    fields |= dict(
+    measured = dict(
         samples_ms=samples,
         steps=steps,
         latency_ms=p50,
@@ -207,7 +207,8 @@ def _time(job: Job, row: Row, target: Any, batches: list[Any], fields: dict[str,
         mfu_pct=mfu_pct(model_flops(_config(job), job.batch, job.seq), p50, job.hardware),
         slow_steps=timing.slow_steps(samples),
     )
-    fields["notes"] = _notes(fields)
+    notes = _notes({**fields, **measured})
+    fields |= {**measured, "notes": notes}
 
 
 def _notes(fields: dict[str, Any]) -> str:

@@ -1,0 +1,178 @@
+"""forge-bench: every option does what it says or is refused in one line with exit code 2."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pandas as pd
+import pytest
+
+from forge.harness import cli, environment, records
+from forge.optim.registry import REGISTRY
+
+KEYS = ", ".join(REGISTRY)
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch):
+    """Refusals must not depend on the machine that runs the tests."""
+    monkeypatch.setattr(environment, "gpus", lambda: [])
+
+
+def forge_bench(monkeypatch, *arguments):
+    monkeypatch.setattr(sys, "argv", ["forge-bench", *arguments])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    return caught.value.code
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--optimizers adamw,nope", f"--optimizers: unknown nope; valid: all, {KEYS}"),
+        ("--optimizers ,", "--optimizers: empty; valid: all"),
+        ("--model gpt", "--model: unknown 'gpt'; valid: qwen3-tiny, qwen3-0.6b"),
+        ("--weights {tmp}", "the folder holds no config.json"),
+        ("--weights {tmp} --model qwen3-tiny", "--model and --weights: a checkpoint brings"),
+        ("--batch 0", "--batch"),
+        ("--seq 1", "--seq"),
+        ("--steps 0", "--steps"),
+        ("--warmup 0", "--warmup"),
+        ("--repeat 0", "--repeat"),
+        ("--timeout 0", "--timeout"),
+        ("--seed x", "--seed"),
+        ("--states fp7", "--states: no chosen method stores 'fp7'; valid: bf16"),
+        ("--kernels forge", "--kernels forge: comes with the whole-step kernels"),
+        ("--kernels x", "--kernels: unknown 'x'; valid: hf, liger"),
+        ("--kernels liger", "--kernels liger: Liger's kernels need a CUDA device"),
+        ("--attention x", "--attention: unknown 'x'; valid: sdpa, flash"),
+        ("--attention flash", "--attention flash: FlashAttention needs a CUDA device"),
+        ("--execution x", "--execution: unknown 'x'; valid: eager, compile"),
+        ("--execution cuda_graph", "--execution cuda_graph: a CUDA graph needs a CUDA device"),
+        ("--data /no/such", "--data /no/such: no such file or folder"),
+        ("--device cuda", "--device cuda: no NVIDIA GPU here"),
+        ("--device tpu", "--device: unknown 'tpu'; valid: cuda, cpu"),
+        ("--out /proc/no/such", "--out /proc/no/such"),
+        ("--resume {tmp}", "holds no run.json, it is not a run's folder"),
+        ("--resume {tmp} --batch 2", "--resume takes every setting from the run's folder; drop"),
+        ("--bogus", "No such option: --bogus"),
+        ("bogus", "unexpected extra argument"),
+        ("leaderboard --runs /no/such", "--runs /no/such: no such folder"),
+        ("list extra", "unexpected extra argument"),
+    ],
+)
+def test_refused_in_one_line_before_anything_is_written(
+    arguments, message, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    given = arguments.format(tmp=tmp_path).split()
+    assert forge_bench(monkeypatch, *given) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("forge-bench: ") and message in captured.err
+    assert captured.err.count("\n") == 1 and captured.out == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_resume_on_another_machine_is_refused(tmp_path, monkeypatch, capsys):
+    options = ["--optimizers", "adalomo", "--data", "random", "--out", str(tmp_path)]
+    assert forge_bench(monkeypatch, *options) == 0
+    (folder,) = tmp_path.iterdir()
+    monkeypatch.setattr(environment, "cpu_name", lambda: "another CPU")
+    assert forge_bench(monkeypatch, "--resume", str(folder)) == 2
+    assert "rows would not compare" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ['{"model": ', '{"rows": 3}', "[]"])
+def test_a_broken_run_json_is_refused(text, tmp_path, monkeypatch, capsys):
+    (tmp_path / "run.json").write_text(text)
+    assert forge_bench(monkeypatch, "--resume", str(tmp_path)) == 2
+    assert "unreadable run.json" in capsys.readouterr().err
+
+
+def test_list_names_every_method_with_package_licence_and_limits(monkeypatch, capsys):
+    assert forge_bench(monkeypatch, "list") == 0
+    shown = capsys.readouterr().out
+    flat = " ".join(shown.replace("│", " ").split())
+    for spec in REGISTRY.values():
+        assert spec.key in flat and spec.licence in flat and spec.states in flat
+        assert (spec.distribution or "torch") in flat
+        for limit in spec.limits:
+            assert limit.split()[0] in flat
+    assert "CC-BY-NC-4.0" in flat and "non-commercial" in flat
+
+
+def test_options_do_what_they_say(tmp_path, monkeypatch, capsys):
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog " * 40)
+    code = forge_bench(
+        monkeypatch,
+        *(
+            "run --optimizers adamw-fused,forge-fp32 --states bf16 --kernels torch --batch 2"
+        ).split(),
+        *("--seq 24 --steps 3 --warmup 2 --seed 7 --repeat 2 --device cpu --json").split(),
+        *("--data", str(text), "--out", str(tmp_path / "out")),
+    )
+    captured = capsys.readouterr()
+    assert code == 0, captured.err
+    shown = json.loads(captured.out)
+    (folder,) = (tmp_path / "out").iterdir()
+    found, damaged = records.load(folder)
+    assert damaged == [] and [record.repeat for record in found] == [0, 1]
+    for record in found:
+        assert (record.key, record.states, record.kernels) == ("adamw-fused", "bf16", "torch")
+        assert (record.batch, record.seq, record.steps, record.warmup) == (2, 24, 3, 2)
+        assert record.status == "ok" and record.data.startswith(str(text))
+        assert record.environment["seed"] == 7
+    (row,) = shown
+    assert row["steps"] == 6 and row["method"] == "fused AdamW" and "2 passes" in row["notes"]
+
+
+def test_weights_of_a_checkpoint(tmp_path, monkeypatch, capsys):
+    import torch
+
+    from forge.harness.workloads import MODELS, build_model
+
+    config = MODELS["qwen3-tiny"].hf_config(layers=1)
+    common = dict(device="cpu", dtype=torch.bfloat16, attention="sdpa", kernels="hf")
+    build_model(config, **common, seed=5).save_pretrained(tmp_path / "checkpoint")
+    code = forge_bench(
+        monkeypatch,
+        *("--optimizers adamw --seq 16 --steps 2 --data random --device cpu --weights").split(),
+        *(str(tmp_path / "checkpoint"), "--out", str(tmp_path / "out")),
+    )
+    assert code == 0, capsys.readouterr().err
+    (folder,) = (tmp_path / "out").iterdir()
+    (record,) = records.load(folder)[0]
+    assert (record.status, record.model, record.notes) == ("ok", "checkpoint", "")
+    assert record.params == 8192 * 256 + 256 * (3 * 256 + 3 * 512) + 3 * 256 + 2 * 64
+
+
+def test_all_end_to_end(tmp_path):
+    """The main job: every row ends in a defined status, within two minutes, on a CPU."""
+    code = "from forge.harness import cli; cli.main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "--optimizers", "all", "--device", "cpu"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    (folder,) = (tmp_path / "results" / "runs").iterdir()
+    found, _ = records.load(folder)
+    assert len(found) == len(REGISTRY) + 3
+    by_key = {record.row: record for record in found}
+    for key in ("adamw", "adamw-foreach", "adamw-fused", "forge-bf16", "forge-fp32"):
+        record = by_key[f"{key}/hf/eager"]
+        assert (record.status, record.gate) == ("ok", "pass"), record.notes
+    assert {record.status for record in found} <= {"ok", "unsupported", "skipped"}
+    assert all(record.notes for record in found if record.status != "ok")
+    assert "says nothing about a GPU" in done.stdout and "qwen3-tiny" in done.stdout
+    again = subprocess.run(
+        [sys.executable, "-c", code, "leaderboard", "--include-cpu"], cwd=tmp_path, text=True
+    )
+    assert again.returncode == 0
+    frame = pd.read_csv(tmp_path / "results" / "leaderboard.csv")
+    assert len(frame) == len(found) and set(frame["source"]) == {"measured"}
