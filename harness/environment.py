@@ -52,6 +52,9 @@ def cpu_name() -> str:
 def git_state() -> tuple[str, bool | None]:
     """Commit of the checkout this code runs from and whether it has changes; unknown elsewhere."""
     try:
+        # An installed copy may lie inside somebody else's checkout.
+        if Path(_git("rev-parse", "--show-toplevel")).resolve() != ROOT:
+            return "", None
         commit = _git("rev-parse", "--short=9", "HEAD")
         return commit, bool(_git("status", "--porcelain", "--untracked-files=no"))
     except (OSError, subprocess.CalledProcessError):

@@ -251,7 +251,7 @@ def _reference(job: Job) -> checks.Trajectory:
         _gate_config(job),
         device=job.device,
         dtype=getattr(torch, job.dtype),
-        attention=job.attention,
+        attention="sdpa",  # FlashAttention has no fp32
         kernels="hf",
         seed=job.seed,
     ).float()
