@@ -89,6 +89,9 @@ def run(
     out: Annotated[Path, typer.Option(help="where the run's folder is made")] = RESULTS / "runs",
     seed: Annotated[int, typer.Option(help="weights, data and order of the rows")] = 0,
     repeat: Annotated[int, typer.Option(min=1, help="interleaved passes over the rows")] = 1,
+    repeat_only: Annotated[
+        str, typer.Option(help="keys or row ids that passes after the first measure (default: all)")
+    ] = "",
     timeout: Annotated[float, typer.Option(min=1, help="seconds a row may take")] = 900.0,
     resume: Annotated[
         Path | None, typer.Option(help="go on with an interrupted run (its folder)")
@@ -119,11 +122,13 @@ def run(
             dtype="bfloat16",
             seed=seed,
             repeat=repeat,
+            repeat_only=_keys(repeat_only),
             hardware=_hardware(where),
             timeout_s=timeout,
             rows=[],
         )
         rows = _rows(optimizers, where, kernels, execution, states, weights)
+        _check_repeats(settings, rows)
         batches = _checked(batches_of, settings)
         folder, settings = _create(out, settings, rows)
     found = _execute(folder, settings, batches, console)
@@ -208,10 +213,23 @@ def _rows(
         _refuse(f"--kernels {kernels}: Liger's kernels need a CUDA device; use --kernels hf")
     if device == "cpu" and execution is not None and "cuda_graph" in execution:
         _refuse(f"--execution {execution}: a CUDA graph needs a CUDA device; use eager")
-    keys = [key.strip() for key in optimizers.split(",") if key.strip()]
+    keys = _keys(optimizers)
     if not keys:
         _refuse(f"--optimizers: empty; valid: all, {', '.join(REGISTRY)}")
     return _checked(select_rows, keys, device, kernels, execution, states)
+
+
+def _keys(text: str) -> list[str]:
+    return [key.strip() for key in text.split(",") if key.strip()]
+
+
+def _check_repeats(settings: Settings, rows: list[Row]) -> None:
+    known = {name for row in rows for name in (row.key, row.id)}
+    unknown = [name for name in settings.repeat_only if name not in known]
+    if unknown:
+        _refuse(f"--repeat-only: not in this run: {', '.join(unknown)}")
+    if settings.repeat_only and settings.repeat == 1:
+        _refuse("--repeat-only: says what to measure again, but --repeat is 1")
 
 
 def _create(out: Path, settings: Settings, rows: list[Row]) -> tuple[Path, Settings]:

@@ -50,15 +50,19 @@ def cpu_name() -> str:
 
 
 def git_state() -> tuple[str, bool | None]:
-    """Commit of the checkout this code runs from and whether it has changes; unknown elsewhere."""
+    """Commit of the checkout this code runs from and whether it has changes.
+
+    A copy without git, on a machine that only measures, is told by ``FORGE_COMMIT``.
+    """
+    told = os.environ.get("FORGE_COMMIT", "")
     try:
         # An installed copy may lie inside somebody else's checkout.
         if Path(_git("rev-parse", "--show-toplevel")).resolve() != ROOT:
-            return "", None
+            return told, None
         commit = _git("rev-parse", "--short=9", "HEAD")
         return commit, bool(_git("status", "--porcelain", "--untracked-files=no"))
     except (OSError, subprocess.CalledProcessError):
-        return "", None
+        return told, None
 
 
 def _git(*arguments: str) -> str:

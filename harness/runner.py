@@ -33,6 +33,8 @@ class Settings:
     Attributes:
         rows: ``{"key", "kernels", "execution"}`` of each row, in the registry's order.
         steps: timed steps; ``None`` picks them by the speed of the step.
+        repeat: passes over the rows.
+        repeat_only: the methods or row ids that passes after the first measure; empty: all.
         timeout_s: a row that takes longer is stopped and ``failed``.
     """
 
@@ -50,6 +52,7 @@ class Settings:
     dtype: str
     seed: int
     repeat: int
+    repeat_only: list[str]
     hardware: str
     timeout_s: float
     rows: list[dict[str, str]]
@@ -60,6 +63,8 @@ class Settings:
         plan = []
         for repeat in range(self.repeat):
             rows = [Row(**row) for row in self.rows]
+            if repeat and self.repeat_only:
+                rows = [row for row in rows if {row.key, row.id} & set(self.repeat_only)]
             shuffle(rows)
             plan += [(repeat, row) for row in rows]
         return plan

@@ -73,7 +73,12 @@ def fill_random(model: nn.Module, seed: int, std: float = 0.02) -> None:
 
 
 def use_liger(fused_linear_cross_entropy: bool) -> None:
-    """Swap Liger's RMSNorm, SwiGLU and RoPE into transformers' Qwen3, before it is constructed.
+    """Swap Liger's kernels into transformers' Qwen3, before it is constructed.
+
+    RMSNorm, SwiGLU, RoPE and a cross-entropy. The default one is Liger's that works on the logits
+    in place: transformers' own makes three fp32 copies of them, which then set the peak memory of
+    every method. The fused linear cross-entropy is a row of its own: at 512 tokens it works in 128
+    chunks, and its time would hide the optimizer's.
 
     Patching the classes (not an instance) covers ``q_norm`` and ``k_norm`` too.
     """
@@ -83,7 +88,7 @@ def use_liger(fused_linear_cross_entropy: bool) -> None:
         rope=True,
         rms_norm=True,
         swiglu=True,
-        cross_entropy=False,
+        cross_entropy=not fused_linear_cross_entropy,
         fused_linear_cross_entropy=fused_linear_cross_entropy,
     )
 
@@ -99,6 +104,9 @@ def check_liger(model: nn.Module, fused_linear_cross_entropy: bool) -> None:
         raise RuntimeError(f"Liger did not replace {', '.join(sorted(left or missing))}")
     if "liger" not in modeling_qwen3.apply_rotary_pos_emb.__module__:
         raise RuntimeError("Liger did not replace apply_rotary_pos_emb")
+    cross_entropy = torch.nn.functional.cross_entropy.__module__
+    if ("liger" in cross_entropy) == fused_linear_cross_entropy:
+        raise RuntimeError("Liger's cross-entropy is not in the state the row names")
     if ("liger" in type(model).forward.__module__) != fused_linear_cross_entropy:
         raise RuntimeError("Liger's fused linear cross-entropy is not in the state the row names")
 

@@ -42,6 +42,8 @@ def forge_bench(monkeypatch, *arguments):
         ("--warmup 0", "--warmup"),
         ("--repeat 0", "--repeat"),
         ("--timeout 0", "--timeout"),
+        ("--repeat 2 --repeat-only x", "--repeat-only: not in this run: x"),
+        ("--repeat-only adamw", "--repeat-only: says what to measure again, but --repeat is 1"),
         ("--seed x", "--seed"),
         ("--states fp7", "--states: no chosen method stores 'fp7'; valid: bf16"),
         ("--kernels forge", "--kernels forge: comes with the whole-step kernels"),

@@ -37,6 +37,7 @@ def make_run(folder, rows, worker=None, **changes):
         dtype="bfloat16",
         seed=0,
         repeat=1,
+        repeat_only=[],
         hardware="a CPU",
         timeout_s=120.0,
         rows=[dataclasses.asdict(row) for row in rows],
@@ -206,6 +207,9 @@ def test_order_is_shuffled_by_the_seed_and_repeats_are_interleaved(tmp_path):
     assert [repeat for repeat, _ in plan] == sorted(repeat for repeat, _ in plan)
     assert all(set(each) == set(rows) for each in passes) and passes[0] != passes[1]
     assert plan == load_settings(tmp_path).schedule()
+    only = dataclasses.replace(run.settings, repeat_only=["adamw-fused/hf/eager", "adamw"])
+    later = [row.id for repeat, row in only.schedule() if repeat > 0]
+    assert sorted(later) == ["adamw-fused/hf/eager"] * 2 + ["adamw/hf/eager"] * 2
     other = dataclasses.replace(run.settings, seed=1)
     assert plan != other.schedule()
 
