@@ -42,7 +42,7 @@ class Tolerance:
     shrink: float
 
 
-EXACT = Tolerance(loss=0.10, moved=1.25, shrink=0.25)
+EXACT = Tolerance(loss=0.05, moved=1.25, shrink=0.25)
 # A lossy method takes steps of its own size (APOLLO at rank 256: 5 x AdamW's): only gross errors
 # and a wrong decay can be told from the method.
 LOSSY = Tolerance(loss=1.00, moved=8.0, shrink=0.5)

@@ -27,7 +27,7 @@ from forge.harness import checks, timing
 from forge.harness.attention import attention_backend
 from forge.harness.efficiency import linear_weights, mfu_pct, model_flops
 from forge.harness.environment import package_version
-from forge.harness.execution import GraphStep, UnsupportedExecution, build_step
+from forge.harness.execution import GraphStep, Step, UnsupportedExecution, build_step
 from forge.harness.memory import GIB, PeakMeter, state_bytes
 from forge.harness.rows import Row
 from forge.harness.workloads import MODELS, build_model, load_model
@@ -71,6 +71,10 @@ class GateFailed(RuntimeError):
     """The method did not train as the reference; the message says how."""
 
 
+class Missing(RuntimeError):
+    """The package of a method is installed but does not import."""
+
+
 def run(job: Job) -> Result:
     """Do ``job``; what goes wrong becomes a status and its reason."""
     fields: dict[str, Any] = {}
@@ -95,10 +99,6 @@ def run(job: Job) -> Result:
         if _is_oom(error):
             return Result("oom", _one_line(error), fields)
         return Result("failed", _one_line(error), fields)
-
-
-class Missing(RuntimeError):
-    """The package of a method is installed but does not import."""
 
 
 def _is_oom(error: BaseException) -> bool:
@@ -137,15 +137,9 @@ def _gate(job: Job, row: Row, target: Any, batches: list[Any], fields: dict[str,
     assert job.reference is not None
     reference = checks.Trajectory.from_json(json.loads(Path(job.reference).read_text()))
     config = _gate_config(job)
-    model = build_model(
-        config,
-        device=job.device,
-        dtype=getattr(torch, job.dtype),
-        attention=job.attention,
-        kernels=row.kernels,
-        seed=job.seed,
-    )
-    step = _build_step(row, target, model, checks.GATE_HYPER, batches[0])
+    common = _placement(job, row.kernels)
+    model = build_model(config, **common, attention=job.attention, seed=job.seed)
+    step, _ = _build_step(row, target, model, checks.GATE_HYPER, batches[0])
     trajectory = checks.run_trajectory(model, step, batches[:2], len(reference.losses))
     fields["loss"] = trajectory.losses[-1]
     fields["gate_detail"] = {
@@ -165,18 +159,14 @@ def _gate(job: Job, row: Row, target: Any, batches: list[Any], fields: dict[str,
 
 
 def _time(job: Job, row: Row, target: Any, batches: list[Any], fields: dict[str, Any]) -> None:
-    dtype = getattr(torch, job.dtype)
-    common: dict[str, Any] = dict(
-        device=job.device, dtype=dtype, attention=job.attention, kernels=row.kernels
-    )
+    common = _placement(job, row.kernels)
     if job.weights:
-        model = load_model(job.weights, **common)
+        model = load_model(job.weights, **common, attention=job.attention)
     else:
-        model = build_model(_config(job), **common, seed=job.seed)
+        model = build_model(_config(job), **common, attention=job.attention, seed=job.seed)
     fields["attention"] = attention_backend(model, batches[0])
     meter = PeakMeter(job.device)
-    step = _build_step(row, target, model, HYPER, batches[0])
-    optimizer = step.optimizer
+    step, optimizer = _build_step(row, target, model, HYPER, batches[0])
     meter.reset()
     fields["warmup_ms"], _ = timing.time_steps(step, batches, job.warmup, job.device)
     fields["peak_warmup_gib"], _ = meter.read()
@@ -185,7 +175,7 @@ def _time(job: Job, row: Row, target: Any, batches: list[Any], fields: dict[str,
     samples, loss = timing.time_steps(step, batches, steps, job.device, start=job.warmup)
     allocated, fields["peak_reserved_gib"] = meter.read()
     # A replayed graph allocates nothing that the allocator sees: its peak is that of the capture.
-    captured = step.run.peak_bytes / GIB if isinstance(step.run, GraphStep) else 0.0
+    captured = step.peak_bytes / GIB if isinstance(step, GraphStep) else 0.0
     fields["peak_memory_gib"] = max(allocated, captured)
     fields["memory_kind"] = meter.kind
     if not bool(torch.isfinite(loss)):
@@ -227,36 +217,26 @@ def _notes(fields: dict[str, Any]) -> str:
     return "; ".join(notes)
 
 
-class _Step:
-    """A training step that remembers its optimizer."""
-
-    def __init__(self, step: Any, optimizer: Any) -> None:
-        self.run, self.optimizer = step, optimizer
-
-    def __call__(self, batch: dict[str, Tensor]) -> Tensor:
-        return self.run(batch)
-
-
 def _build_step(
     row: Row, target: Any, model: nn.Module, hyper: Hyper, example: dict[str, Tensor]
-) -> _Step:
+) -> tuple[Step, Any]:
+    """The row's training step and the optimizer behind it."""
     graph = "cuda_graph" in row.execution
     hyper = Hyper(**{**asdict(hyper), "capturable": graph and row.spec.capturable})
     optimizer = row.spec.build(target, model, hyper)
-    return _Step(build_step(model, optimizer, row.spec, hyper, row.execution, example), optimizer)
+    return build_step(model, optimizer, row.spec, hyper, row.execution, example), optimizer
 
 
 def _reference(job: Job) -> checks.Trajectory:
-    model = build_model(
-        _gate_config(job),
-        device=job.device,
-        dtype=getattr(torch, job.dtype),
-        attention="sdpa",  # FlashAttention has no fp32
-        kernels="hf",
-        seed=job.seed,
-    ).float()
+    # FlashAttention has no fp32.
+    common = _placement(job, "hf")
+    model = build_model(_gate_config(job), **common, attention="sdpa", seed=job.seed).float()
     steps = checks.GATE_STEPS[job.device]
     return checks.reference_trajectory(model, _load_batches(job)[:2], steps)
+
+
+def _placement(job: Job, kernels: str) -> dict[str, Any]:
+    return dict(device=job.device, dtype=getattr(torch, job.dtype), kernels=kernels)
 
 
 def _config(job: Job) -> Any:
