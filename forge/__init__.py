@@ -5,6 +5,27 @@
 """
 
 from forge._version import __version__
-from forge.optimizer import ForgeAdamW, ForgeOptimizer
+from forge.optimizer import ForgeOptimizer
+from forge.optimizers import (
+    ForgeAdagrad,
+    ForgeAdam,
+    ForgeAdamW,
+    ForgeLion,
+    ForgeNAdam,
+    ForgeRAdam,
+    ForgeRMSprop,
+    ForgeSGD,
+)
 
-__all__ = ["ForgeAdamW", "ForgeOptimizer", "__version__"]
+__all__ = [
+    "ForgeAdagrad",
+    "ForgeAdam",
+    "ForgeAdamW",
+    "ForgeLion",
+    "ForgeNAdam",
+    "ForgeOptimizer",
+    "ForgeRAdam",
+    "ForgeRMSprop",
+    "ForgeSGD",
+    "__version__",
+]

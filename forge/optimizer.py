@@ -3,19 +3,38 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor, nn
 
 from forge.linear import ForgeLinear, Slot, fuse_linears, slot_of
 from forge.optim.clock import Clock
-from forge.optim.rules import ADAMW, Rule
+from forge.optim.rules import Rule
 from forge.optim.states import check_format, new_states
 from forge.queue import UpdateQueue
 
 _DTYPES = (torch.bfloat16, torch.float32)
+_NOT_NEGATIVE = {
+    "lr": "learning rate",
+    "eps": "epsilon value",
+    "weight_decay": "weight_decay value",
+    "momentum": "momentum value",
+    "alpha": "alpha value",
+    "lr_decay": "lr_decay value",
+    "initial_accumulator_value": "initial_accumulator_value value",
+    "momentum_decay": "momentum_decay value",
+}
+
+
+class Options(TypedDict, total=False):
+    """Keyword arguments of every :class:`ForgeOptimizer`, documented there."""
+
+    model: nn.Module | None
+    states: str
+    rounding: str
+    seed: int
 
 
 class ForgeOptimizer(torch.optim.Optimizer):
@@ -27,9 +46,28 @@ class ForgeOptimizer(torch.optim.Optimizer):
     by hand) and ends the step.
 
     One backward a step: a second one before ``step()`` raises, the weights have moved already.
+
+    Args:
+        params: a module (its ``nn.Linear`` layers are fused), or what ``torch.optim`` takes:
+            parameters, named parameters or param groups.
+        defaults: hyperparameters of groups that do not set their own.
+        model: with ``params`` given as parameters or groups, the module whose ``nn.Linear`` layers
+            are fused.
+        states: how optimizer states are stored: ``"auto"`` (each parameter's dtype), ``"bf16"`` or
+            ``"fp32"``.
+        rounding: of what is stored in bf16: ``"stochastic"`` (unbiased; small updates are not
+            lost) or ``"nearest"``.
+        seed: of stochastic rounding.
+
+    Raises:
+        ValueError: a hyperparameter out of range; a parameter held by another such optimizer.
+        TypeError: a parameter that is not a plain bf16 or fp32 tensor.
+        NotImplementedError: more than one process.
     """
 
     rule: Rule
+    # torch's settings that the rule leaves no choice in, so that none is silently ignored.
+    fixed: dict[str, Any] = {"maximize": False}
 
     def __init__(
         self,
@@ -42,6 +80,7 @@ class ForgeOptimizer(torch.optim.Optimizer):
         seed: int = 0,
     ) -> None:
         check_format(states, rounding)
+        _check_hyper(defaults)
         _check_not_distributed(model if model is not None else params)
         if isinstance(params, nn.Module):
             if model is not None and model is not params:
@@ -67,14 +106,15 @@ class ForgeOptimizer(torch.optim.Optimizer):
         """Add a group, as in ``torch.optim.Optimizer``. Its layers are not fused.
 
         Raises:
-            ValueError: a parameter belongs to another optimizer of this package, or cannot be
-                updated in place (not dense in memory).
+            ValueError: a hyperparameter is out of range; a parameter belongs to another optimizer
+                of this package, or cannot be updated in place (not dense in memory).
             TypeError: a parameter's dtype or type is not supported.
         """
         super().add_param_group(param_group)
-        group = self.param_groups[-1]
+        group, number = self.param_groups[-1], len(self.param_groups) - 1
         names = group.get("param_names")
         try:
+            self._check_group(number, group)
             found = [
                 (p, names[i] if names else self._names.get(id(p), f"parameter {i} of the group"))
                 for i, p in enumerate(group["params"])
@@ -96,6 +136,16 @@ class ForgeOptimizer(torch.optim.Optimizer):
             if param.requires_grad:
                 slot.attach(self._queue)
         self._clocks.extend(clocks.values())
+
+    def _check_group(self, number: int, group: dict[str, Any]) -> None:
+        """Refuse hyperparameters out of range and settings that the rule does not follow."""
+        _check_hyper(group)
+        for key, value in self.fixed.items():
+            if group.get(key, value) != value:
+                raise ValueError(
+                    f"param group {number}: {key}={group[key]}, but this {type(self).__name__} "
+                    f"was built for {key}={value}"
+                )
 
     def release(self) -> None:
         """Give the parameters back: hooks are removed and fused layers are plain ``nn.Linear``."""
@@ -145,18 +195,20 @@ class ForgeOptimizer(torch.optim.Optimizer):
     def _move(self, slot: Slot, clock: Clock) -> None:
         slot.clock = clock
         if self.state.get(slot.param):
-            self.state[slot.param]["step"] = clock.step
+            self.state[slot.param].update(clock.counts())
 
     def state_dict(self) -> dict[str, Any]:
         """As in ``torch.optim.Optimizer``, in the layout of the same rule's torch optimizer.
 
-        Tensors alias the live states, except ``step``: parameters share that one here, and an
-        optimizer that loads it would advance it once for each of them.
+        Tensors alias the live states, except ``step`` and the like: parameters share those here,
+        and an optimizer that loads them would advance them once for each parameter.
         """
         result = super().state_dict()
         result["state"] = {
-            key: {**state, "step": state["step"].clone()} for key, state in result["state"].items()
+            key: {k: v if k in self.rule.states else v.clone() for k, v in state.items()}
+            for key, state in result["state"].items()
         }
+        result["param_groups"] = [{**self.fixed, **group} for group in result["param_groups"]]
         return result
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -165,8 +217,11 @@ class ForgeOptimizer(torch.optim.Optimizer):
         Unlike torch's, which casts every state to the parameter's dtype, it keeps states in this
         optimizer's format. Everything is checked before anything is changed.
 
+        Optimizers that count no steps (torch's SGD) save no ``step``: their parameters' states
+        count as one step old, which is all that such a rule asks.
+
         Raises:
-            ValueError: groups or shapes do not match; the message names the parameter.
+            ValueError: groups, settings or shapes do not match; the message names the parameter.
             KeyError: a state is missing.
         """
         groups = state_dict["param_groups"]
@@ -182,34 +237,38 @@ class ForgeOptimizer(torch.optim.Optimizer):
                     f"param group {i}: state_dict has {len(theirs['params'])} parameters, "
                     f"the optimizer {len(mine['params'])}"
                 )
+            self._check_group(i, theirs)
             for param, key in zip(mine["params"], theirs["params"], strict=True):
-                state = state_dict["state"].get(key)
+                state = _read_state(
+                    state_dict["state"].get(key, {}), param, names[id(param)], self.rule
+                )
                 if state:
-                    _check_state(state, param, names[id(param)], self.rule)
                     loaded[id(param)] = state
         for mine, theirs in zip(self.param_groups, groups, strict=True):
             # In place: schedulers and clocks hold these dicts.
-            mine.update({k: v for k, v in theirs.items() if k not in ("params", "param_names")})
+            kept = {"params", "param_names", *self.fixed}
+            mine.update({k: v for k, v in theirs.items() if k not in kept})
         self._restore(loaded)
 
     @torch.no_grad()
     def _restore(self, loaded: dict[int, dict[str, Any]]) -> None:
         self.state.clear()
-        clocks: dict[tuple[int, torch.device, float], Clock] = {}
+        clocks: dict[tuple, Clock] = {}
         for slot in self._slots:
             param, state = slot.param, loaded.get(id(slot.param))
             group = slot.clock.group
             steps = float(state["step"]) if state else 0.0
-            key = (id(group), param.device, steps)
+            carried = [float(state[name]) for name in self.rule.carried] if state else []
+            key = (id(group), param.device, steps, *carried)
             if key not in clocks:
-                clocks[key] = Clock(self.rule, group, param.device, self.seed, steps)
+                clocks[key] = Clock(self.rule, group, param.device, self.seed, steps, carried)
             slot.clock = clocks[key]
             slot.updated, slot.target = False, None
             if state:
                 mine = new_states(self.rule, self.states, param)
                 for name, tensor in mine.items():
                     tensor.copy_(state[name])
-                self.state[param] = {"step": slot.clock.step, **mine}
+                self.state[param] = {**slot.clock.counts(), **mine}
         self._clocks = list(clocks.values())
 
     def __getstate__(self) -> dict[str, Any]:
@@ -254,8 +313,30 @@ def _check_parameter(param: Tensor, name: str, attached: bool = False) -> None:
         raise ValueError(f"{name!r} is not dense in memory: pass param.contiguous()")
 
 
-def _check_state(state: dict[str, Any], param: Tensor, name: str, rule: Rule) -> None:
-    for key in ("step", *rule.states):
+def _check_hyper(settings: dict[str, Any]) -> None:
+    """Raise ValueError, in torch's words, when a hyperparameter is out of range."""
+    for key, words in _NOT_NEGATIVE.items():
+        value = settings.get(key, 0.0)
+        if isinstance(value, Tensor):
+            if value.numel() != 1:
+                raise ValueError(f"Tensor {key} must be 1-element")
+        elif not value >= 0.0:
+            raise ValueError(f"Invalid {words}: {value}")
+    for i, beta in enumerate(settings.get("betas", ())):
+        if not 0.0 <= beta < 1.0:
+            raise ValueError(f"Invalid beta parameter at index {i}: {beta}")
+
+
+def _read_state(
+    state: dict[str, Any], param: Tensor, name: str, rule: Rule
+) -> dict[str, Any] | None:
+    """A parameter's part of a state_dict, checked; None when no step has updated it."""
+    if not rule.counted:
+        state = {key: value for key, value in state.items() if value is not None}
+        state = state and {"step": 1.0, **state}
+    if not state:
+        return None
+    for key in ("step", *rule.carried, *rule.states):
         if key not in state:
             raise KeyError(f"{name!r}: the state_dict has no {key!r}, which {rule.name} needs")
     for key in rule.states:
@@ -264,60 +345,5 @@ def _check_state(state: dict[str, Any], param: Tensor, name: str, rule: Rule) ->
                 f"{name!r}: {key} has shape {tuple(state[key].shape)} in the state_dict, "
                 f"the parameter {tuple(param.shape)}"
             )
-
-
-class ForgeAdamW(ForgeOptimizer):
-    """AdamW (Loshchilov and Hutter, arXiv 1711.05101) applied inside the backward pass.
-
-    Equal to ``torch.optim.AdamW`` up to rounding: decoupled weight decay, exact bias correction,
-    ``eps`` outside the root.
-
-    Args:
-        params: a module (its ``nn.Linear`` layers are fused), or what ``torch.optim`` takes:
-            parameters, named parameters or param groups.
-        lr: learning rate; a float or a 0-d tensor.
-        betas: decay rates of the first and second moment.
-        eps: added to the denominator.
-        weight_decay: decoupled weight decay.
-        model: with ``params`` given as parameters or groups, the module whose ``nn.Linear`` layers
-            are fused.
-        states: how the two moments are stored: ``"auto"`` (each parameter's dtype), ``"bf16"`` or
-            ``"fp32"``.
-        rounding: of what is stored in bf16: ``"stochastic"`` (unbiased; small updates are not
-            lost) or ``"nearest"``.
-        seed: of stochastic rounding.
-
-    Raises:
-        ValueError: a hyperparameter out of range; a parameter held by another such optimizer.
-        TypeError: a parameter that is not a plain bf16 or fp32 tensor.
-        NotImplementedError: more than one process.
-    """
-
-    rule = ADAMW
-
-    def __init__(
-        self,
-        params: nn.Module | Iterable[Any],
-        lr: float | Tensor = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
-        *,
-        model: nn.Module | None = None,
-        states: str = "auto",
-        rounding: str = "stochastic",
-        seed: int = 0,
-    ) -> None:
-        if isinstance(lr, Tensor) and lr.numel() != 1:
-            raise ValueError("Tensor lr must be 1-element")
-        if not isinstance(lr, Tensor) and not lr >= 0.0:
-            raise ValueError(f"Invalid learning rate: {lr}")
-        if not eps >= 0.0:
-            raise ValueError(f"Invalid epsilon value: {eps}")
-        for i, beta in enumerate(betas):
-            if not 0.0 <= beta < 1.0:
-                raise ValueError(f"Invalid beta parameter at index {i}: {beta}")
-        if not weight_decay >= 0.0:
-            raise ValueError(f"Invalid weight_decay value: {weight_decay}")
-        defaults = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
-        super().__init__(params, defaults, model=model, states=states, rounding=rounding, seed=seed)
+    # torch's Adagrad saves what its states start with. Here they start at zero.
+    return state if float(state["step"]) > 0 else None

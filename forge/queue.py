@@ -133,7 +133,7 @@ class UpdateQueue:
     def _target(self, slot: Slot) -> Target:
         state = self.state[slot.param]
         if not state:
-            state.update(step=slot.clock.step, **new_states(self.rule, self.states, slot.param))
+            state.update(slot.clock.counts(), **new_states(self.rule, self.states, slot.param))
         return Target(slot.param, [state[name] for name in self.rule.states], slot.salt)
 
 

@@ -1,6 +1,7 @@
 """Advance an optimizer's clock: ``step += 1`` and the scalars that its rule reads at that step.
 
-    scalars[j] = rule.scalars(step, hyper)[j]        fp64 arithmetic, stored fp32
+    scalars[j] = rule.scalars(step, hyper)[j]        fp64 arithmetic, stored fp32; j < S
+    hyper[H - C + j] = rule.scalars(step, hyper)[S + j]    j < C, what the rule carries on
     seed       = hash32(step, base_seed)
 
 All of it lives on the device: a learning-rate schedule never recompiles a kernel and a captured
@@ -21,7 +22,10 @@ def advance_reference(
 ) -> None:
     step += 1
     values = rule.torch(step.double(), tuple(hyper.unbind()))
-    scalars.copy_(torch.stack(values))
+    count = scalars.numel()
+    scalars.copy_(torch.stack(values[:count]))
+    if carried := values[count:]:
+        hyper[-len(carried) :] = torch.stack(carried)
     seed.copy_(hash32_reference(step.int(), base_seed))
 
 
@@ -44,6 +48,9 @@ def _advance_kernel(
     values = RULE(step.to(tl.float64), hyper)
     for j in tl.static_range(SCALARS):
         tl.store(scalars_ptr + j, values[j].to(tl.float32))
+    carried: tl.constexpr = len(values) - SCALARS
+    for j in tl.static_range(carried):
+        tl.store(hyper_ptr + HYPER - carried + j, values[SCALARS + j])
     seed = hash32(step.to(tl.int32), tl.load(base_seed_ptr))
     tl.store(seed_ptr, seed.to(tl.int32, bitcast=True))
 
@@ -55,11 +62,12 @@ def advance(
 
     Args:
         step: fp32 [], the number of steps taken so far.
-        hyper: fp64 [H], the group's hyperparameters in the rule's order.
+        hyper: fp64 [H], the group's hyperparameters in the rule's order, and behind them the C
+            values that the rule carries from step to step, written.
         scalars: fp32 [S], written.
         seed: int32 [], written: the seed of this step's stochastic rounding.
         base_seed: int32 [].
-        rule: ``(step, hyper) -> scalars``.
+        rule: ``(step, hyper) -> S + C values``.
     """
     if not runs_triton(step):
         advance_reference(step, hyper, scalars, seed, base_seed, rule)

@@ -63,17 +63,31 @@ def _log2(x):
     return tl.log2(x)
 
 
+@triton.jit
+def _where(condition, x, y):
+    return tl.where(condition, x, y)
+
+
+@triton.jit
+def _sign(x):
+    return tl.where(x > 0, 1.0, tl.where(x < 0, -1.0, 0.0))
+
+
+_TRITON = {"sqrt": _sqrt, "exp2": _exp2, "log2": _log2, "where": _where, "sign": _sign}
+
+
 class Dual:
     """An arithmetic function, written once, that runs on torch tensors and inside Triton kernels.
 
-    The function may use operators, tuples, and ``torch.sqrt``, ``torch.exp2``, ``torch.log2``
-    imported by those names. ``.torch`` is the function itself; ``.triton`` is the same source with
-    the three names bound to Triton's (None without triton).
+    The function may use operators, tuples, and torch's ``sqrt``, ``exp2``, ``log2``, ``where`` and
+    ``sign``, imported by those names. ``.torch`` is the function itself; ``.triton`` is the same
+    source with these names bound to Triton's (None without triton).
     """
 
     def __init__(self, fn: Callable) -> None:
         self.torch = fn
         self.triton = None
         if HAS_TRITON:
-            names = {**fn.__globals__, "tl": tl, "sqrt": _sqrt, "exp2": _exp2, "log2": _log2}
+            # The interpreter wants `tl` among a function's globals.
+            names = {**fn.__globals__, **_TRITON, "tl": tl}
             self.triton = triton.jit(types.FunctionType(fn.__code__, names, fn.__name__))

@@ -6,6 +6,7 @@ advance together share a :class:`Clock`; one that falls behind gets a clock of i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,10 +31,17 @@ class Clock:
         device: where the parameters live.
         seed: base seed of stochastic rounding.
         step: steps taken so far.
+        carried: values of ``rule.carried`` at that step; by default those of step 0.
     """
 
     def __init__(
-        self, rule: Rule, group: dict[str, Any], device: torch.device, seed: int, step: float = 0.0
+        self,
+        rule: Rule,
+        group: dict[str, Any],
+        device: torch.device,
+        seed: int,
+        step: float = 0.0,
+        carried: Sequence[float] = (),
     ) -> None:
         self.rule = rule
         self.group = group
@@ -44,12 +52,21 @@ class Clock:
         self.scalars = torch.zeros(rule.scalar_count, device=device)
         self.seed = torch.zeros((), dtype=torch.int32, device=device)
         self._base_seed = torch.tensor(seed, dtype=torch.int64).to(torch.int32).to(device)
-        self._hyper = torch.zeros(len(rule.hyper), dtype=torch.float64, device=device)
+        values = [0.0] * len(rule.hyper) + list(carried or [1.0] * len(rule.carried))
+        self._hyper = torch.tensor(values, dtype=torch.float64, device=device)
+        self._carried = self._hyper[len(rule.hyper) :]
+        self._before = self._carried.clone()
         self._uploaded: tuple[float, ...] | None = None
+
+    def counts(self) -> dict[str, Tensor]:
+        """What a parameter's state shares with this clock, live: ``step``, and what it carries."""
+        return {"step": self.step, **dict(zip(self.rule.carried, self._carried, strict=True))}
 
     def begin(self) -> None:
         """Start the next step: ``step += 1``, scalars and seed follow."""
         self.refresh()
+        if self.rule.carried:
+            self._before.copy_(self._carried)
         advance(self.step, self._hyper, self.scalars, self.seed, self._base_seed, self.rule.scalars)
         self.running = True
 
@@ -68,7 +85,7 @@ class Clock:
             pinned = torch.tensor(
                 numbers, dtype=torch.float64, pin_memory=self._hyper.device.type == "cuda"
             )
-            self._hyper.copy_(pinned, non_blocking=True)
+            self._hyper[: len(numbers)].copy_(pinned, non_blocking=True)
             self._uploaded = numbers
         for i, value in on_device.items():
             self._hyper[i].copy_(value)
@@ -77,4 +94,5 @@ class Clock:
         """A new clock one step behind this one, for parameters that this step left out."""
         clock = Clock(self.rule, self.group, self.step.device, self.base)
         clock.step.copy_(self.step - 1)
+        clock._carried.copy_(self._before)
         return clock
