@@ -99,15 +99,17 @@ def markdown(frame: pd.DataFrame, run_id: str) -> str:
         & (frame["batch"] == first["batch"])
         & (frame["seq"] == first["seq"])
         & (frame["hardware"] == first["hardware"])
-    ].set_index("method")
+        & frame["latency_ms"].notna()
+    ]
+    published = published.drop_duplicates("method").set_index("method")
     lines = [
         f"{first['model']}, batch {first['batch']}, sequence {first['seq']}, {first['precision']}, "
         f"one {first['hardware']}, torch {first['torch']}, {first['date']}, commit "
         f"{first['commit']} (run `{run_id}`).",
         "",
-        "| method | model kernels | execution | ms / step | p20 to p80 | peak GiB | state B/param "
-        "| tokens/s | published ms / GiB |",
-        "|---|---|---|--:|--:|--:|--:|--:|--:|",
+        "| method | states | model kernels | execution | ms / step | p20 to p80 | peak GiB "
+        "| state B/param | tokens/s | published ms / GiB |",
+        "|---|---|---|---|--:|--:|--:|--:|--:|--:|",
     ]
     for row in rows.to_dict("records"):
         lines.append(_markdown_row(row, published))
@@ -118,7 +120,7 @@ def _markdown_row(row: dict[str, Any], published: pd.DataFrame) -> str:
     theirs = ""
     if row["method"] in published.index and row["execution"] == "eager":
         other = published.loc[row["method"]]
-        theirs = f"{other['latency_ms']:.1f} / {other['peak_memory_gib']:.1f}"
+        theirs = f"{_number(other['latency_ms'], 1)} / {_number(other['peak_memory_gib'], 1)}"
     if row["status"] != "ok":
         cells = [row["status"], "", "", "", ""]
     else:
@@ -130,7 +132,8 @@ def _markdown_row(row: dict[str, Any], published: pd.DataFrame) -> str:
             _number(row["state_bytes_per_param"], 2),
             _number(row["tokens_per_s"], 0),
         ]
-    return f"| {' | '.join([row['method'], row['kernels'], row['execution'], *cells, theirs])} |"
+    what = [row[column] for column in ("method", "states", "kernels", "execution")]
+    return f"| {' | '.join([*what, *cells, theirs])} |"
 
 
 def rewrite_readme(readme: Path, text: str) -> None:

@@ -217,10 +217,10 @@ def test_readme_table(tmp_path, published):
     text = readme.read_text()
     assert text.startswith("top\n") and text.endswith("\nbottom\n") and "old" not in text
     assert (
-        "| vanilla AdamW | hf | eager | 2.0 | 1.0 to 3.0 | 4.50 |  | 256,000 | 111.9 / 7.3 |"
+        "| vanilla AdamW | bf16 | hf | eager | 2.0 | 1.0 to 3.0 | 4.50 |  | 256,000 | 111.9 / 7.3 |"
         in text
     )
-    assert "| GaLore r=128 | hf | eager | oom |" in text
+    assert "| GaLore r=128 | bf16 | hf | eager | oom |" in text
 
 
 def test_readme_errors(tmp_path, published):
