@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from forge.optim.spec import Hyper, OptimizerSpec
 
 # AdaLomo scales its unit-RMS update by RMS(weight), 0.02 in these models, so 50 times AdamW's rate
-# moves a weight as far as AdamW does; at AdamW's 1e-5 it is the 5e-4 of AdaLomo's authors. Its decay
-# is multiplied by its rate, so it is divided by the ratio.
+# moves a weight as far as AdamW does; at AdamW's 1e-5 it is the 5e-4 of AdaLomo's authors. The rate
+# multiplies its decay too, which is therefore divided by the ratio.
 _LR_RATIO = 50.0
 
 
