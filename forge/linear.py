@@ -95,13 +95,8 @@ class Slot:
         self.factors.append((x, dy))
         return True
 
-    def take(self) -> Factors:
-        """The factors collected in this backward; forgets them."""
-        factors, self.factors = self.factors, []
-        return factors
 
-
-def slot_of(param: Tensor) -> Slot | None:
+def slot_of(param: Tensor | None) -> Slot | None:
     """The slot of ``param``, when an optimizer of this package holds it."""
     reference = _SLOTS.get(id(param))
     slot = reference() if reference is not None else None
@@ -156,22 +151,24 @@ class ForgeLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
             return _graph_break(self, input)
-        weight = self.weight
+        # From the dict: an attribute of a module costs five times as much, in every layer.
+        weight, bias = self._parameters.get("weight"), self._parameters.get("bias")
         slot = slot_of(weight)
         if (
-            slot is None
+            weight is None
+            or slot is None
             or slot.node is None
             or not (weight.requires_grad and torch.is_grad_enabled())
             or weight._backward_hooks
             or weight._post_accumulate_grad_hooks
             or torch._C._are_functorch_transforms_active()
         ):
-            return F.linear(input, weight, self.bias)
+            return F.linear(input, self.weight, self.bias)
         if torch.is_autocast_enabled(input.device.type):
             input = input.to(torch.get_autocast_dtype(input.device.type))
         elif input.dtype != weight.dtype:
-            return F.linear(input, weight, self.bias)  # raises torch's own dtype error
-        return _linear(input, weight, self.bias, slot)
+            return F.linear(input, weight, bias)  # raises torch's own dtype error
+        return _linear(input, weight, bias, slot)
 
 
 @torch.compiler.disable

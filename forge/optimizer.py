@@ -168,8 +168,9 @@ class ForgeOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for slot in self._slots:
-            if slot.param.grad is not None and not slot.updated:
-                self._queue.push(slot)
+            grad = slot.param.grad
+            if grad is not None and not slot.updated:
+                self._queue.push(slot, grad)
             if slot.node is None and slot.param.requires_grad:
                 _check_parameter(slot.param, slot.name, attached=True)
                 slot.attach(self._queue)

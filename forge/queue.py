@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import MutableMapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -52,30 +52,23 @@ class UpdateQueue:
 
     def complete(self, slot: Slot) -> None:
         """Called by the autograd engine when a backward has completed the gradient of ``slot``."""
-        if slot.param.grad is None and not slot.factors:
+        # Runs for every parameter of every backward, on the host that an eager step waits for.
+        grad = slot.param.grad
+        if grad is None and not slot.factors:
             return
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                f"create_graph=True: {slot.name!r} is updated inside backward, which cannot be "
-                "differentiated; use torch.optim.AdamW"
-            )
-        if slot.updated:
-            raise RuntimeError(
-                f"second backward before step(): {slot.name!r} was already updated in this step. "
-                "Call optimizer.step() after every backward; to accumulate, put the micro-batches "
-                "into one batch, or use torch.optim.AdamW"
-            )
+        if slot.updated or torch.is_grad_enabled():
+            _refuse(slot)
         task = torch._C._current_graph_task_id()
         if task != self._task:
             self._task = task
             torch.autograd.Variable._execution_engine.queue_callback(self.flush)
-        waiting = self.push(slot)
+        waiting = self.push(slot, grad)
         if waiting.bytes > QUEUE_BYTES:
             self._launch(waiting)
 
-    def push(self, slot: Slot) -> _Waiting:
-        """Queue the update of ``slot`` from what it has collected and from its ``.grad``."""
-        grad, factors = slot.param.grad, slot.take()
+    def push(self, slot: Slot, grad: Tensor | None) -> _Waiting:
+        """Queue the update of ``slot`` from what it has collected and from its ``grad``."""
+        factors, slot.factors = slot.factors, []
         if grad is None:
             waiting = self._fused
             for x, dy in factors:
@@ -135,6 +128,19 @@ class UpdateQueue:
         if not state:
             state.update(slot.clock.counts(), **new_states(self.rule, self.states, slot.param))
         return Target(slot.param, [state[name] for name in self.rule.states], slot.salt)
+
+
+def _refuse(slot: Slot) -> NoReturn:
+    if slot.updated:
+        raise RuntimeError(
+            f"second backward before step(): {slot.name!r} was already updated in this step. "
+            "Call optimizer.step() after every backward; to accumulate, put the micro-batches "
+            "into one batch, or use torch.optim.AdamW"
+        )
+    raise RuntimeError(
+        f"create_graph=True: {slot.name!r} is updated inside backward, which cannot be "
+        "differentiated; use torch.optim.AdamW"
+    )
 
 
 def _on_stream(stream: int | None, device: torch.device) -> AbstractContextManager:

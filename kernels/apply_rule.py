@@ -132,18 +132,14 @@ def apply_rule(
         copies: list[Tensor] = []  # live until the launch
         chunk = slice(start, start + CAPACITY)
         for grad, target in zip(grads[chunk], targets[chunk], strict=True):
-            param = target.param
-            if param.numel() == 0:
+            if not target.fields[1]:
                 continue
-            if grad.stride() != param.stride():
-                grad = torch.empty_like(param, dtype=grad.dtype).copy_(grad)
+            if grad.stride() != target.param.stride():
+                grad = torch.empty_like(target.param, dtype=grad.dtype).copy_(grad)
                 copies.append(grad)
-            _, numel, _, _, *addresses = target.fields
             address = grad.data_ptr()
-            bits = address | numel
-            for a in addresses:
-                bits |= a
-            table.add(-(-numel // _BLOCK), (address, *target.fields), bits)
+            programs = -(-target.fields[1] // _BLOCK)
+            table.add(programs, (address, *target.fields), address | target.flat_bits)
         if not table.programs:
             continue
         with on_device(first.param):

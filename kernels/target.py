@@ -8,6 +8,8 @@ as one small int64 array: the first programs of all entries, then the fields of 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache, reduce
+from operator import or_
 
 import torch
 from torch import Tensor
@@ -27,7 +29,16 @@ class Target:
         salt: a number of this parameter's own, so that parameters draw different random bits.
     """
 
-    __slots__ = ("param", "states", "salt", "address", "fields", "dtypes")
+    __slots__ = (
+        "param",
+        "states",
+        "salt",
+        "address",
+        "fields",
+        "flat_bits",
+        "matrix_bits",
+        "dtypes",
+    )
 
     def __init__(self, param: Tensor, states: Sequence[Tensor], salt: int) -> None:
         self.param = param
@@ -39,6 +50,9 @@ class Target:
         addresses = (self.address, *(s.data_ptr() for s in states))
         # In the order that the kernels read them.
         self.fields = (salt, param.numel(), rows, columns, *addresses)
+        # All that must be aligned for wide accesses, or-ed: as a flat array, and as a matrix.
+        self.flat_bits = reduce(or_, addresses, param.numel())
+        self.matrix_bits = reduce(or_, addresses, rows | columns)
         self.dtypes = (param.dtype, states[0].dtype if states else None)
 
 
@@ -68,12 +82,21 @@ class Table:
 
     def to(self, device: torch.device) -> Tensor:
         """The int64 array on ``device``, copied without synchronising."""
-        # A fresh pinned buffer each time: the copy is asynchronous, an old one may be in flight.
-        values = self.firsts + [_NEVER] * (CAPACITY - len(self.firsts)) + self.entries
-        cuda = device.type == "cuda"
-        return torch.tensor(values, dtype=torch.int64, pin_memory=cuda).to(
-            device, non_blocking=True
-        )
+        values = (*self.firsts, *([_NEVER] * (CAPACITY - len(self.firsts))), *self.entries)
+        if device.type != "cuda":
+            return torch.tensor(values, dtype=torch.int64)
+        return _on_gpu(values, device, torch._C._cuda_getCurrentRawStream(device.index))
+
+
+@lru_cache(maxsize=64)
+def _on_gpu(values: tuple[int, ...], device: torch.device, _stream: int) -> Tensor:
+    """Steps repeat themselves: the allocator hands out the same addresses, the table is there.
+
+    By stream, because the copy is only ordered before what follows on the same one.
+    """
+    # A fresh pinned buffer each time: the copy is asynchronous, an old one may be in flight.
+    pinned = torch.tensor(values, dtype=torch.int64, pin_memory=True)
+    return pinned.to(device, non_blocking=True)
 
 
 @triton.jit

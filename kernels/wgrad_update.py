@@ -11,6 +11,8 @@ Each program forms one tile of dW in registers and updates the same tile of w an
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
+from operator import or_
 
 import torch
 from torch import Tensor
@@ -160,15 +162,12 @@ def wgrad_update(
             dy, tokens, dy_pitch = _rows(dy)
             x, _, x_pitch = _rows(x)
             kept += (dy, x)
-            _, _, n, k, *addresses = target.fields
-            dy_address, x_address = dy.data_ptr(), x.data_ptr()
-            bits = dy_pitch | x_pitch | dy_address | x_address | n | k
-            for address in addresses:
-                bits |= address
+            n, k = target.fields[2:4]
+            operands = (dy_pitch, x_pitch, dy.data_ptr(), x.data_ptr())
             table.add(
                 -(-n // block_n) * -(-k // block_k),
-                (tokens, dy_pitch, x_pitch, dy_address, x_address, *target.fields),
-                bits,
+                (tokens, *operands, *target.fields),
+                reduce(or_, operands, target.matrix_bits),
             )
         if not table.programs:
             continue
