@@ -247,8 +247,7 @@ class ForgeOptimizer(torch.optim.Optimizer):
                     loaded[id(param)] = state
         for mine, theirs in zip(self.param_groups, groups, strict=True):
             # In place: schedulers and clocks hold these dicts.
-            kept = {"params", "param_names", *self.fixed}
-            mine.update({k: v for k, v in theirs.items() if k not in kept})
+            mine.update({k: v for k, v in theirs.items() if k not in ("params", "param_names")})
         self._restore(loaded)
 
     @torch.no_grad()

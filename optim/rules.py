@@ -154,8 +154,8 @@ def _radam_scalars(step, hyper):
     longest = 2 / (1 - beta2) - 1
     length = longest - 2 * step * power2 / bias2
     rectified = (length - 4) * (length - 2) * longest / ((longest - 4) * (longest - 2) * length)
-    scale = 1 / sqrt(rectified * bias2)
     # From a short average the variance cannot be told: the denominator is 1.
+    scale = 1 / sqrt(where(length > 5, rectified, 1.0) * bias2)
     return (
         lr * weight_decay * decoupled,
         weight_decay * (1 - decoupled),
