@@ -125,8 +125,15 @@ def _kind(parameter: Tensor) -> str:
     return "embeddings" if rows >= 16 * columns else "matrices"
 
 
-def judge(run: Trajectory, reference: Trajectory, exact: bool) -> list[str]:
-    """Reasons why ``run`` fails against ``reference``; an empty list passes."""
+def judge(
+    run: Trajectory, reference: Trajectory, exact: bool, adamw_decay: bool = True
+) -> list[str]:
+    """Reasons why ``run`` fails against ``reference``; an empty list passes.
+
+    Args:
+        exact: the method is AdamW up to rounding: the tight tolerances.
+        adamw_decay: its weight decay is AdamW's; otherwise the shrinkage is not judged.
+    """
     tolerance = EXACT if exact else LOSSY
     if not all(math.isfinite(loss) for loss in run.losses):
         return [f"loss is not finite: {_short(run.losses)}"]
@@ -142,12 +149,12 @@ def judge(run: Trajectory, reference: Trajectory, exact: bool) -> list[str]:
             f"{_short(run.losses)} against {_short(reference.losses)}"
         )
     for kind, truth in reference.movement.items():
-        reasons += _judge_movement(kind, run.movement.get(kind), truth, tolerance)
+        reasons += _judge_movement(kind, run.movement.get(kind), truth, tolerance, adamw_decay)
     return reasons
 
 
 def _judge_movement(
-    kind: str, run: Movement | None, truth: Movement, tolerance: Tolerance
+    kind: str, run: Movement | None, truth: Movement, tolerance: Tolerance, adamw_decay: bool
 ) -> list[str]:
     if run is None:
         return [f"no {kind} were trained"]
@@ -158,7 +165,7 @@ def _judge_movement(
     if not 1 / allowed <= ratio <= allowed:
         reasons.append(f"{kind} moved {ratio:.2f} x the reference's distance (allowed {allowed:g})")
     share = abs(run.shrink - truth.shrink) / abs(truth.shrink) if truth.shrink else math.inf
-    if share > tolerance.shrink * slack:
+    if adamw_decay and share > tolerance.shrink * slack:
         reasons.append(
             f"{kind} shrank by {run.shrink:.3f}, the reference by {truth.shrink:.3f}: "
             "weight decay is not AdamW's"

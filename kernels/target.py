@@ -85,6 +85,11 @@ class Table:
         values = (*self.firsts, *([_NEVER] * (CAPACITY - len(self.firsts))), *self.entries)
         if device.type != "cuda":
             return torch.tensor(values, dtype=torch.int64)
+        if torch.cuda.is_current_stream_capturing():
+            raise NotImplementedError(
+                "an update inside a captured CUDA graph: a replay would read this launch's table "
+                "after it is gone; run the step eagerly"
+            )
         return _on_gpu(values, device, torch._C._cuda_getCurrentRawStream(device.index))
 
 

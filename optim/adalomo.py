@@ -8,9 +8,10 @@ from torch import Tensor, nn
 
 from forge.optim.spec import Hyper, OptimizerSpec
 
-# AdaLomo scales its unit-RMS update by RMS(weight), 0.02 in these models, so 50 times AdamW's rate
-# moves a weight as far as AdamW does; at AdamW's 1e-5 it is the 5e-4 of AdaLomo's authors. The rate
-# multiplies its decay too, which is therefore divided by the ratio.
+# AdaLomo multiplies its rate by RMS(weight): 0.02 for the matrices of these models, 1 for norms.
+# 50 times AdamW's rate moves a matrix as far as AdamW does; at AdamW's 1e-5 it is the 5e-4 of its
+# authors. The same product multiplies the decay, which cannot fit both: it is set right for the
+# norms, where too much would do harm, and is weaker for matrices.
 _LR_RATIO = 50.0
 
 
@@ -46,5 +47,6 @@ SPECS = (
         devices=("cuda",),
         states="fp32 factored",
         exact=False,
+        adamw_decay=False,
     ),
 )

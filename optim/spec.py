@@ -64,6 +64,7 @@ class OptimizerSpec:
             ``int8`` ...
         exact: the method is AdamW up to rounding, so its loss must follow fp32 AdamW closely;
             otherwise the gate uses the looser tolerance.
+        adamw_decay: its weight decay is AdamW's, so the gate checks it.
         capturable: honours ``Hyper.capturable``.
     """
 
@@ -79,6 +80,7 @@ class OptimizerSpec:
     devices: tuple[str, ...] = ("cpu", "cuda")
     states: str = "bf16"
     exact: bool = True
+    adamw_decay: bool = True
     capturable: bool = False
 
     def resolve(self) -> Any:

@@ -296,6 +296,17 @@ def test_a_worker_whose_fork_lost_cuda_starts_a_new_interpreter(tmp_path):
     assert record.status == "ok", record.notes
 
 
+def test_a_row_whose_gate_leaves_memory_is_timed_in_a_fresh_process(tmp_path):
+    patch = (
+        "if job.gated is not None:\n"
+        "        return worker.Result('failed', 'timed where the gate ran')\n"
+        "    worker._allocated_gib = lambda device: 5.0\n"
+        "    return real(job)"
+    )
+    (record,), _ = execute(tmp_path, ["adamw-fused"], patch)
+    assert (record.status, record.gate) == ("ok", "pass") and record.latency_ms > 0
+
+
 def test_rows_that_would_not_compare_are_not_mixed(tmp_path):
     found, _ = execute(tmp_path, ["adalomo"])
     run, _ = make_run(tmp_path, select_rows(["adalomo"], "cpu"))
