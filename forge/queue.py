@@ -29,6 +29,15 @@ class _Waiting:
     bytes: int = 0
 
 
+@dataclass
+class _Batch:
+    """What one launch takes: gradients, or output gradients and inputs."""
+
+    targets: list[Target] = field(default_factory=list)
+    first: list[Tensor] = field(default_factory=list)
+    second: list[Tensor] = field(default_factory=list)
+
+
 class UpdateQueue:
     """Takes parameters whose gradient is complete, updates them, frees the gradient.
 
@@ -93,35 +102,40 @@ class UpdateQueue:
     @torch.no_grad()
     def _launch(self, waiting: _Waiting) -> None:
         entries, waiting.entries, waiting.bytes = waiting.entries, [], 0
-        batches: dict[tuple, tuple[list[Target], list[Any]]] = {}
+        batches: dict[tuple, _Batch] = {}
+        last_key: tuple = ()
         for slot, factors, grad in entries:
-            clock, target = slot.clock, slot.target
+            target = slot.target
             if target is None or target.address != slot.param.data_ptr():
                 target = slot.target = self._target(slot)
-            gradient: tuple[Tensor, ...]
             if grad is None:
-                gradient, stream = _join(factors), slot.stream
+                x, dy = factors[0] if len(factors) == 1 else _join(factors)
+                key = (slot.clock, slot.stream, dy.dtype, target.dtypes)
             else:
-                gradient, stream = (_add(grad, factors) if factors else grad,), None
-            key = (clock, stream, gradient[0].dtype, target.dtypes)
-            targets, gradients = batches.setdefault(key, ([], []))
-            targets.append(target)
-            gradients.append(gradient)
-        kernel: Any = wgrad_update if waiting is self._fused else apply_rule
-        for (clock, stream, *_), (targets, gradients) in batches.items():
-            with _on_stream(stream, targets[0].param.device):
+                if factors:
+                    grad = _add(grad, factors)
+                key = (slot.clock, None, grad.dtype, target.dtypes)
+            if key != last_key:
+                batch, last_key = batches.setdefault(key, _Batch()), key
+            batch.targets.append(target)
+            if grad is None:
+                batch.first.append(dy)
+                batch.second.append(x)
+            else:
+                batch.first.append(grad)
+        for (clock, stream, *_), batch in batches.items():
+            seed = clock.seed if self.stochastic else None
+            with _on_stream(stream, batch.targets[0].param.device):
                 if not clock.running:
                     clock.begin()
-                kernel(
-                    *zip(*gradients, strict=True),
-                    targets,
-                    clock.scalars,
-                    clock.seed if self.stochastic else None,
-                    self.rule.update,
-                )
+                arguments = (batch.targets, clock.scalars, seed, self.rule.update)
+                if waiting is self._fused:
+                    wgrad_update(batch.first, batch.second, *arguments)
+                else:
+                    apply_rule(batch.first, *arguments)
             # The kernels write behind autograd's back: a graph that still holds the old weights
             # must not be differentiated again.
-            increment_version([target.param for target in targets])
+            increment_version([target.param for target in batch.targets])
 
     def _target(self, slot: Slot) -> Target:
         state = self.state[slot.param]
@@ -154,14 +168,12 @@ def _on_stream(stream: int | None, device: torch.device) -> AbstractContextManag
     return torch.cuda.stream(torch.cuda.ExternalStream(stream, device))
 
 
-def _join(factors: Factors) -> tuple[Tensor, ...]:
-    """One pair ``(dy, x)`` whose product is the sum over all uses of the weight."""
-    if len(factors) == 1:
-        x, dy = factors[0]
-        return dy, x
+def _join(factors: Factors) -> tuple[Tensor, Tensor]:
+    """One pair ``(x, dy)`` whose product is the sum over all uses of the weight."""
     # dy1^T x1 + dy2^T x2 is one product over the tokens of both.
     xs, dys = zip(*factors, strict=True)
-    return tuple(torch.cat([t.reshape(-1, t.shape[-1]) for t in ts]) for ts in (dys, xs))
+    x, dy = (torch.cat([t.reshape(-1, t.shape[-1]) for t in ts]) for ts in (xs, dys))
+    return x, dy
 
 
 def _add(grad: Tensor, factors: Factors) -> Tensor:

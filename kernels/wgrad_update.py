@@ -112,15 +112,10 @@ def _tile(operand_bytes: int) -> dict[str, int]:
     return dict(BLOCK_M=64, BLOCK_N=64, BLOCK_K=128, GROUP=8, num_warps=8, num_stages=4)
 
 
-def _rows(t: Tensor) -> tuple[Tensor, int, int]:
-    """``t`` [..., C] with the elements of a row side by side; its rows, and their pitch."""
-    columns = t.shape[-1]
-    if t.is_contiguous():
-        return t, t.numel() // columns, columns
-    t = t.reshape(-1, columns)
-    if t.stride(1) != 1:
-        t = t.contiguous()
-    return t, t.shape[0], t.stride(0)
+def _rows(t: Tensor) -> Tensor:
+    """``t`` as rows [M, C] whose elements lie side by side; their pitch is free."""
+    t = t.reshape(-1, t.shape[-1])
+    return t if t.stride(1) == 1 else t.contiguous()
 
 
 def wgrad_update(
@@ -159,10 +154,13 @@ def wgrad_update(
         for dy, x, target in zip(dys[chunk], xs[chunk], targets[chunk], strict=True):
             if not target.fields[1]:
                 continue
-            dy, tokens, dy_pitch = _rows(dy)
-            x, _, x_pitch = _rows(x)
-            kept += (dy, x)
             n, k = target.fields[2:4]
+            if dy.is_contiguous() and x.is_contiguous():
+                tokens, dy_pitch, x_pitch = dy.numel() // n, n, k
+            else:
+                dy, x = _rows(dy), _rows(x)
+                tokens, dy_pitch, x_pitch = dy.shape[0], dy.stride(0), x.stride(0)
+                kept += (dy, x)
             operands = (dy_pitch, x_pitch, dy.data_ptr(), x.data_ptr())
             table.add(
                 -(-n // block_n) * -(-k // block_k),
