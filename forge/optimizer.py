@@ -129,8 +129,9 @@ class ForgeOptimizer(torch.optim.Optimizer):
             clock = clocks.get(param.device)
             if clock is None:
                 clock = clocks[param.device] = Clock(self.rule, group, param.device, self.seed)
-            # An odd multiplier spreads the parameters' index ranges over the 32-bit hash input.
-            salt = (len(self._slots) * 0x9E3779B1) % 2**31
+            # An odd multiplier spreads the parameters' index ranges over the 32-bit hash input; the
+            # low byte stays free for the columns of a tile.
+            salt = (len(self._slots) * 0x9E3779B1) % 2**23 * 256
             slot = Slot(param, name, salt, clock)
             self._slots.append(slot)
             if param.requires_grad:

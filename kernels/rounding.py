@@ -43,10 +43,11 @@ def hash32(x, seed):
 
 
 def draw_reference(h: Tensor, stream: int) -> Tensor:
-    """16 random bits of hash ``h`` for stored value ``stream``: the weight is 0, states follow."""
-    if stream == 0:
-        return h & 0xFFFF
-    return _shift(h if stream == 1 else h * _int32(0x9E3779B1 + 2 * (stream - 2)), 16)
+    """16 random bits of hash ``h`` for stored value ``stream``: 0 the weight, 1 and 2 the states."""
+    if stream == 1:
+        return _shift(h, 16)
+    # A third value takes the middle bits: next to no correlation, and no second hash.
+    return (h if stream == 0 else _shift(h, 8)) & 0xFFFF
 
 
 @triton.jit
@@ -56,7 +57,7 @@ def draw(h, stream: tl.constexpr):
     elif stream == 1:
         return h >> 16
     else:
-        return (h * (0x9E3779B1 + 2 * (stream - 2))) >> 16
+        return (h >> 8) & 0xFFFF
 
 
 def stochastic_bf16_reference(x: Tensor, bits: Tensor) -> Tensor:

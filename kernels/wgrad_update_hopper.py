@@ -1,0 +1,383 @@
+"""Weight gradient and optimizer update in one kernel, for Hopper: loads, products, update and stores overlap.
+
+    dW = dY^T X;  w, states = rule(w, dW, states, scalars)      as kernels/wgrad_update.py, same random bits
+
+Shapes: dY [M, N], X [M, K]; w and both states [N, K], bf16, contiguous. K a multiple of 256, N of 8.
+
+Persistent, one program an SM, tiles of 128 x 256, eight math warps, one load warp, one store warp. One ring of
+four slots of 48 KB: a slot holds dY | X of one step of 64 tokens, or w | both states of one 128 x 64 chunk of the
+tile (the same bytes), so the states are requested while the last steps are multiplied, and the next tile's
+operands while the update runs. The math warps update a chunk in place in its slot; only the store warp waits
+for stores.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from forge.kernels.runtime import Dual
+from forge.kernels.target import Target
+
+GROUPS = 4  # matrices a launch
+BM, BN, BK = 64, 128, 256  # tokens a step, tile of dW
+CHUNK = 64  # columns of the tile updated at a time
+SLOTS = 4
+
+_BM = gl.constexpr(BM)
+_BN = gl.constexpr(BN)
+_BK = gl.constexpr(BK)
+_CHUNK = gl.constexpr(CHUNK)
+_SLOTS = gl.constexpr(SLOTS)
+
+
+@gluon.jit
+def _where(condition, x, y):
+    return gl.where(condition, x, y)
+
+
+@gluon.jit
+def _sign(x):
+    return gl.where(x > 0, 1.0, gl.where(x < 0, -1.0, 0.0))
+
+
+@gluon.jit
+def _sqrt(x):
+    return gl.sqrt(x)
+
+
+@cache
+def gluon_rule(rule: Dual) -> Any:
+    """The rule's update as a Gluon function: the same source with Gluon's names."""
+    fn = rule.torch
+    names = {**fn.__globals__, "sqrt": _sqrt, "where": _where, "sign": _sign, "gl": gl}
+    return gluon.jit(types.FunctionType(fn.__code__, names, fn.__name__))
+
+
+@gluon.jit
+def _hash32(h):
+    h = (h ^ (h >> 16)) * 0x7FEB352D
+    h = (h ^ (h >> 15)) * 0x846CA68B
+    return h ^ (h >> 16)
+
+
+@gluon.jit
+def _stochastic_bf16(x, bits):
+    rounded = (x.to(gl.uint32, bitcast=True) + bits) >> 16
+    rounded = rounded.to(gl.uint16).to(gl.bfloat16, bitcast=True)
+    # A NaN of all ones would carry into the sign bit and come out as -0.
+    return gl.where(x == x, rounded, x.to(gl.bfloat16))
+
+
+@gluon.jit
+def _halves(x):
+    """Left and right half of the columns: registers only."""
+    a, b = x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute((0, 2, 1)).split()
+    return a, b
+
+
+@gluon.jit
+def _load_group(dy, x, w, s0, s1, tile, first, end, it, M, tiles_k, P, Q, full, empty):
+    """Request operands and states of this program's tiles of one matrix."""
+    layout: gl.constexpr = w.layout
+    while tile < end:
+        row = (tile - first) // tiles_k * _BN
+        column = (tile - first) % tiles_k * _BK
+        for m in range(0, M, _BM):
+            i = it % _SLOTS
+            mbarrier.wait(empty.index(i), ((it // _SLOTS) & 1) ^ 1)
+            mbarrier.expect(full.index(i), _BM * (_BN + _BK) * 2)
+            tma.async_copy_global_to_shared(dy, [m, row], full.index(i), P.index(i))
+            tma.async_copy_global_to_shared(x, [m, column], full.index(i), Q.index(i))
+            it += 1
+        for c in gl.static_range(_BK // _CHUNK):
+            i = it % _SLOTS
+            mbarrier.wait(empty.index(i), ((it // _SLOTS) & 1) ^ 1)
+            mbarrier.expect(full.index(i), 3 * _BN * _CHUNK * 2)
+            at = column + c * _CHUNK
+            pair = Q.index(i)._reinterpret(gl.bfloat16, [2, _BN, _CHUNK], layout)
+            wb = P.index(i)._reinterpret(gl.bfloat16, [_BN, _CHUNK], layout)
+            tma.async_copy_global_to_shared(w, [row, at], full.index(i), wb)
+            tma.async_copy_global_to_shared(s0, [row, at], full.index(i), pair.index(0))
+            tma.async_copy_global_to_shared(s1, [row, at], full.index(i), pair.index(1))
+            it += 1
+        tile += gl.num_programs(0)
+    return tile, it
+
+
+@gluon.jit
+def _store_group(w, s0, s1, tile, first, end, n, M, tiles_k, P, Q, done, empty):
+    """Write back the updated chunks of this program's tiles of one matrix, then free their slots."""
+    layout: gl.constexpr = w.layout
+    chunks: gl.constexpr = _BK // _CHUNK
+    steps = (M + _BM - 1) // _BM
+    while tile < end:
+        row = (tile - first) // tiles_k * _BN
+        column = (tile - first) % tiles_k * _BK
+        for c in gl.static_range(chunks):
+            i = (n * (steps + chunks) + steps + c) % _SLOTS
+            count = n * chunks + c
+            mbarrier.wait(done.index(count % _SLOTS), (count // _SLOTS) & 1)
+            at = column + c * _CHUNK
+            pair = Q.index(i)._reinterpret(gl.bfloat16, [2, _BN, _CHUNK], layout)
+            wb = P.index(i)._reinterpret(gl.bfloat16, [_BN, _CHUNK], layout)
+            tma.async_copy_shared_to_global(w, [row, at], wb)
+            tma.async_copy_shared_to_global(s0, [row, at], pair.index(0))
+            tma.async_copy_shared_to_global(s1, [row, at], pair.index(1))
+            tma.store_wait(pendings=0)
+            mbarrier.arrive(empty.index(i), count=1)
+        n += 1
+        tile += gl.num_programs(0)
+    return tile, n
+
+
+@gluon.jit
+def _loader(
+    dy0, x0, w0, m0, v0, dy1, x1, w1, m1, v1, dy2, x2, w2, m2, v2, dy3, x3, w3, m3, v3,
+    e0, e1, e2, e3, k0, k1, k2, k3, M, P, Q, full, empty,
+):  # fmt: skip
+    tile = gl.program_id(0)
+    it = 0
+    tile, it = _load_group(dy0, x0, w0, m0, v0, tile, 0, e0, it, M, k0, P, Q, full, empty)
+    tile, it = _load_group(dy1, x1, w1, m1, v1, tile, e0, e1, it, M, k1, P, Q, full, empty)
+    tile, it = _load_group(dy2, x2, w2, m2, v2, tile, e1, e2, it, M, k2, P, Q, full, empty)
+    tile, it = _load_group(dy3, x3, w3, m3, v3, tile, e2, e3, it, M, k3, P, Q, full, empty)
+
+
+@gluon.jit
+def _storer(
+    w0, m0, v0, w1, m1, v1, w2, m2, v2, w3, m3, v3,
+    e0, e1, e2, e3, k0, k1, k2, k3, M, P, Q, done, empty,
+):  # fmt: skip
+    tile = gl.program_id(0)
+    n = 0
+    tile, n = _store_group(w0, m0, v0, tile, 0, e0, n, M, k0, P, Q, done, empty)
+    tile, n = _store_group(w1, m1, v1, tile, e0, e1, n, M, k1, P, Q, done, empty)
+    tile, n = _store_group(w2, m2, v2, tile, e1, e2, n, M, k2, P, Q, done, empty)
+    tile, n = _store_group(w3, m3, v3, tile, e2, e3, n, M, k3, P, Q, done, empty)
+
+
+@gluon.jit
+def _update_chunk(
+    acc, c: gl.constexpr, base, pitch, it, n, seed, scalars, P, Q, full, done,
+    RULE: gl.constexpr, STOCHASTIC: gl.constexpr, smem: gl.constexpr, layout: gl.constexpr,
+):  # fmt: skip
+    acc = gl.convert_layout(acc, layout, assert_trivial=True)
+    i = (it + c) % _SLOTS
+    mbarrier.wait(full.index(i), ((it + c) // _SLOTS) & 1)
+    wb = P.index(i)._reinterpret(gl.bfloat16, [_BN, _CHUNK], smem)
+    pair = Q.index(i)._reinterpret(gl.bfloat16, [2, _BN, _CHUNK], smem)
+    w = wb.load(layout)
+    m = pair.index(0).load(layout)
+    v = pair.index(1).load(layout)
+    states = (m.to(gl.float32), v.to(gl.float32))
+    w, states = RULE(w.to(gl.float32), acc, states, scalars)
+    if STOCHASTIC:
+        # base is a multiple of 256 and the column is below it: xor is the sum, and the compiler
+        # cannot reassociate it into one address register for every element.
+        rows = gl.arange(0, _BN, layout=gl.SliceLayout(1, layout)) * pitch + base
+        columns = gl.arange(0, _CHUNK, layout=gl.SliceLayout(0, layout)) + c * _CHUNK
+        h = _hash32((rows.to(gl.uint32) ^ seed)[:, None] ^ columns.to(gl.uint32)[None, :])
+        wb.store(_stochastic_bf16(w, h & 0xFFFF))
+        pair.index(0).store(_stochastic_bf16(states[0], h >> 16))
+        pair.index(1).store(_stochastic_bf16(states[1], (h >> 8) & 0xFFFF))
+    else:
+        wb.store(w.to(gl.bfloat16))
+        pair.index(0).store(states[0].to(gl.bfloat16))
+        pair.index(1).store(states[1].to(gl.bfloat16))
+    fence_async_shared()
+    gl.thread_barrier()
+    mbarrier.arrive(done.index((n + c) % _SLOTS), count=1)
+
+
+@gluon.jit
+def _math(
+    P, Q, full, empty, done, e0, e1, e2, e3, k0, k1, k2, k3, a0, a1, a2, a3, M,
+    scalars_ptr, seed_ptr, SCALARS: gl.constexpr, RULE: gl.constexpr, STOCHASTIC: gl.constexpr,
+    smem: gl.constexpr,
+):  # fmt: skip
+    mma: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, _BK, 16]
+    )
+    chunk: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, _CHUNK, 16]
+    )
+    chunks: gl.constexpr = _BK // _CHUNK
+    scalars = ()
+    for j in gl.static_range(SCALARS):
+        scalars = scalars + (gl.load(scalars_ptr + j),)
+    seed = gl.load(seed_ptr).to(gl.uint32)
+    it = 0
+    n = 0
+    for tile in range(gl.program_id(0), e3, gl.num_programs(0)):
+        acc = gl.zeros((_BN, _BK), dtype=gl.float32, layout=mma)
+        for m in range(0, M, _BM):
+            i = it % _SLOTS
+            mbarrier.wait(full.index(i), (it // _SLOTS) & 1)
+            acc = warpgroup_mma(P.index(i).permute((1, 0)), Q.index(i), acc, is_async=True)
+            acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
+            mbarrier.arrive(empty.index((it + _SLOTS - 1) % _SLOTS), count=1, pred=m > 0)
+            it += 1
+        acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
+        mbarrier.arrive(empty.index((it + _SLOTS - 1) % _SLOTS), count=1, pred=M > 0)
+        # Where this tile begins: matrix, row and column as one 32-bit index, salted.
+        first = gl.where(tile < e0, 0, gl.where(tile < e1, e0, gl.where(tile < e2, e1, e2)))
+        tk = gl.where(tile < e0, k0, gl.where(tile < e1, k1, gl.where(tile < e2, k2, k3)))
+        salt = gl.where(tile < e0, a0, gl.where(tile < e1, a1, gl.where(tile < e2, a2, a3)))
+        pitch = tk * _BK
+        base = (tile - first) // tk * _BN * pitch + (tile - first) % tk * _BK + salt
+        left, right = _halves(acc)
+        q0, q1 = _halves(left)
+        q2, q3 = _halves(right)
+        _update_chunk(
+            q0, 0, base, pitch, it, n, seed, scalars, P, Q, full, done, RULE, STOCHASTIC, smem, chunk
+        )
+        _update_chunk(
+            q1, 1, base, pitch, it, n, seed, scalars, P, Q, full, done, RULE, STOCHASTIC, smem, chunk
+        )
+        _update_chunk(
+            q2, 2, base, pitch, it, n, seed, scalars, P, Q, full, done, RULE, STOCHASTIC, smem, chunk
+        )
+        _update_chunk(
+            q3, 3, base, pitch, it, n, seed, scalars, P, Q, full, done, RULE, STOCHASTIC, smem, chunk
+        )
+        it += chunks
+        n += chunks
+
+
+_INTEGERS = [f"{name}{j}" for name in "eka" for j in range(GROUPS)] + ["M"]
+
+
+@gluon.jit(do_not_specialize=_INTEGERS)
+def _wgrad_update_hopper_kernel(
+    dy0, x0, w0, m0, v0, dy1, x1, w1, m1, v1, dy2, x2, w2, m2, v2, dy3, x3, w3, m3, v3,
+    e0, e1, e2, e3,  # tiles of all matrices up to and with this one
+    k0, k1, k2, k3,  # tiles across a row of the matrix
+    a0, a1, a2, a3,  # salts, multiples of 256
+    M, scalars_ptr, seed_ptr,
+    SCALARS: gl.constexpr, RULE: gl.constexpr, STOCHASTIC: gl.constexpr,
+):  # fmt: skip
+    # The next launch may take each SM as it becomes free; this one reads nothing before the kernels
+    # in front of it, which wrote its operands, have ended.
+    gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+    gl.inline_asm_elementwise(
+        "griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+    P = gl.allocate_shared_memory(gl.bfloat16, [_SLOTS, _BM, _BN], dy0.layout)
+    Q = gl.allocate_shared_memory(gl.bfloat16, [_SLOTS, _BM, _BK], x0.layout)
+    full = gl.allocate_shared_memory(gl.int64, [_SLOTS, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [_SLOTS, 1], mbarrier.MBarrierLayout())
+    done = gl.allocate_shared_memory(gl.int64, [_SLOTS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(_SLOTS):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=1)
+        mbarrier.init(done.index(i), count=1)
+    smem: gl.constexpr = w0.layout
+    gl.warp_specialize(
+        [
+            (_math, (
+                P, Q, full, empty, done, e0, e1, e2, e3, k0, k1, k2, k3, a0, a1, a2, a3, M,
+                scalars_ptr, seed_ptr, SCALARS, RULE, STOCHASTIC, smem,
+            )),
+            (_loader, (
+                dy0, x0, w0, m0, v0, dy1, x1, w1, m1, v1, dy2, x2, w2, m2, v2, dy3, x3, w3, m3, v3,
+                e0, e1, e2, e3, k0, k1, k2, k3, M, P, Q, full, empty,
+            )),
+            (_storer, (
+                w0, m0, v0, w1, m1, v1, w2, m2, v2, w3, m3, v3,
+                e0, e1, e2, e3, k0, k1, k2, k3, M, P, Q, done, empty,
+            )),
+        ],
+        [1, 1],
+        [24, 24],
+    )  # fmt: skip
+
+
+def _layout(shape: list[int]) -> Any:
+    return gl.NVMMASharedLayout.get_default_for(shape, gl.bfloat16)
+
+
+_BLOCKS = ([BM, BN], [BM, BK], [BN, CHUNK], [BN, CHUNK], [BN, CHUNK])
+LAYOUTS = tuple(_layout(block) for block in _BLOCKS)
+
+
+def supports(dy: Tensor, x: Tensor, target: Target) -> bool:
+    """Whether this kernel can update ``target``: bf16, two states, K of 256s, on a Hopper GPU."""
+    param = target.param
+    return (
+        dy.dtype == x.dtype == torch.bfloat16
+        and target.dtypes == (torch.bfloat16, torch.bfloat16)
+        and len(target.states) == 2
+        and param.shape[1] % BK == 0
+        and param.shape[0] % 8 == 0
+        and target.salt % 256 == 0
+        and torch.cuda.get_device_capability(param.device) == (9, 0)
+    )
+
+
+def wgrad_update_hopper(
+    dys: Sequence[Tensor],
+    xs: Sequence[Tensor],
+    targets: Sequence[Target],
+    scalars: Tensor,
+    seed: Tensor | None,
+    rule: Dual,
+) -> None:
+    """As :func:`forge.kernels.wgrad_update.wgrad_update`, for targets that ``supports`` accepts.
+
+    ``dys`` [M, N] and ``xs`` [M, K] have unit inner stride and one M, at least 1; at most ``GROUPS``
+    targets.
+    """
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    descriptors: list[Any] = []
+    ends, across, salts, end = [], [], [], 0
+    for j in range(GROUPS):
+        k = min(j, len(targets) - 1)
+        target = targets[k]
+        if j < len(targets):
+            rows, columns = target.param.shape
+            end += triton.cdiv(rows, BN) * (columns // BK)
+            tensors = (dys[k], xs[k], target.param, *target.states)
+            described = [
+                TensorDescriptor.from_tensor(t, block, layout)
+                for t, block, layout in zip(tensors, _BLOCKS, LAYOUTS, strict=True)
+            ]
+        descriptors += described
+        ends.append(end)
+        across.append(target.param.shape[1] // BK)
+        salts.append(target.salt)
+    device = targets[0].param.device
+    programs = min(torch.cuda.get_device_properties(device).multi_processor_count, end)
+    with torch.cuda.device(device):
+        _wgrad_update_hopper_kernel[(programs,)](
+            *descriptors,
+            *ends,
+            *across,
+            *salts,
+            dys[0].shape[0],
+            scalars,
+            seed if seed is not None else scalars,
+            SCALARS=scalars.numel(),
+            RULE=gluon_rule(rule),
+            STOCHASTIC=seed is not None,
+            num_warps=8,
+            launch_pdl=True,
+        )
