@@ -12,7 +12,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from forge.kernels.rounding import hash32, hash32_reference, round_reference, round_to
+from forge.kernels.rounding import (
+    random_bits,
+    random_bits_reference,
+    round_reference,
+    round_to,
+)
 from forge.kernels.runtime import Dual, on_device, runs_triton, tl, triton
 from forge.kernels.target import CAPACITY, Table, Target, field, find_entry, pointer
 
@@ -28,7 +33,8 @@ def apply_rule_reference(
     if seed is not None:
         # Index in memory order: it is what the kernel hashes, also for a transposed parameter.
         index = torch.arange(param.numel(), dtype=torch.int32, device=param.device)
-        h = hash32_reference(index.as_strided(param.shape, param.stride()) + target.salt, seed)
+        x = index.as_strided(param.shape, param.stride()) + target.salt
+        h = random_bits_reference(x, seed)
     new_param, new_states = rule.torch(
         param.float(), grad.float(), tuple(s.float() for s in states), tuple(scalars.unbind())
     )
@@ -65,7 +71,7 @@ def update_elements(
 
     h = index
     if STOCHASTIC:
-        h = hash32(index + salt, tl.load(seed_ptr))
+        h = random_bits(index + salt, tl.load(seed_ptr))
     w = round_to(w, w_ptr.dtype.element_ty, h, 0, STOCHASTIC)
     tl.store(w_ptr + index, w, mask=mask)
     for j in tl.static_range(len(state_ptrs)):

@@ -42,8 +42,20 @@ def hash32(x, seed):
     return h ^ (h >> 16)
 
 
+def random_bits_reference(x: Tensor, seed: Tensor) -> Tensor:
+    """32 random bits for each element number ``x`` (int32). Two neighbours share one hash."""
+    h = hash32_reference(x & ~1, seed)
+    return torch.where((x & 1).bool(), h * _int32(0x9E3779B1), h)
+
+
+@triton.jit
+def random_bits(x, seed):
+    h = hash32(x & ~1, seed)
+    return tl.where((x & 1) != 0, h * 0x9E3779B1, h)
+
+
 def draw_reference(h: Tensor, stream: int) -> Tensor:
-    """16 random bits of hash ``h`` for stored value ``stream``: 0 the weight, 1 and 2 the states."""
+    """16 random bits of hash ``h`` for stored value ``stream``: 0 the weight, 1, 2 the states."""
     if stream == 1:
         return _shift(h, 16)
     # A third value takes the middle bits: next to no correlation, and no second hash.

@@ -54,6 +54,11 @@ def _sqrt(x):
 
 
 @triton.jit
+def _divide(x, y):
+    return x / y
+
+
+@triton.jit
 def _exp2(x):
     return tl.exp2(x)
 
@@ -73,15 +78,22 @@ def _sign(x):
     return tl.where(x > 0, 1.0, tl.where(x < 0, -1.0, 0.0))
 
 
-_TRITON = {"sqrt": _sqrt, "exp2": _exp2, "log2": _log2, "where": _where, "sign": _sign}
+_TRITON = {
+    "sqrt": _sqrt,
+    "divide": _divide,
+    "exp2": _exp2,
+    "log2": _log2,
+    "where": _where,
+    "sign": _sign,
+}
 
 
 class Dual:
     """An arithmetic function, written once, that runs on torch tensors and inside Triton kernels.
 
-    The function may use operators, tuples, and torch's ``sqrt``, ``exp2``, ``log2``, ``where`` and
-    ``sign``, imported by those names. ``.torch`` is the function itself; ``.triton`` is the same
-    source with these names bound to Triton's (None without triton).
+    The function may use operators, tuples, and torch's ``sqrt``, ``divide``, ``exp2``, ``log2``,
+    ``where`` and ``sign``, imported by those names. ``.torch`` is the function itself; ``.triton``
+    is the same source with these names bound to Triton's (None without triton).
     """
 
     def __init__(self, fn: Callable) -> None:

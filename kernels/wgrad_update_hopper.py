@@ -1,14 +1,15 @@
-"""Weight gradient and optimizer update in one kernel, for Hopper: loads, products, update and stores overlap.
+"""Weight gradient and optimizer update in one kernel, for Hopper: everything overlaps.
 
-    dW = dY^T X;  w, states = rule(w, dW, states, scalars)      as kernels/wgrad_update.py, same random bits
+    dW = dY^T X;  w, states = rule(w, dW, states, scalars)
 
-Shapes: dY [M, N], X [M, K]; w and both states [N, K], bf16, contiguous. K a multiple of 256, N of 8.
+The same as kernels/wgrad_update.py, with the same random bits. Shapes: dY [M, N], X [M, K]; w and
+both states [N, K], bf16, contiguous; K a multiple of 256, N of 8.
 
-Persistent, one program an SM, tiles of 128 x 256, eight math warps, one load warp, one store warp. One ring of
-four slots of 48 KB: a slot holds dY | X of one step of 64 tokens, or w | both states of one 128 x 64 chunk of the
-tile (the same bytes), so the states are requested while the last steps are multiplied, and the next tile's
-operands while the update runs. The math warps update a chunk in place in its slot; only the store warp waits
-for stores.
+Persistent, one program an SM, tiles of 128 x 256, eight math warps, one load warp, one store warp.
+One ring of four slots of 48 KB: a slot holds dY | X of one step of 64 tokens, or w | both states of
+one 128 x 64 chunk of the tile (the same bytes), so the states are requested while the last steps
+are multiplied, and the next tile's operands while the update runs. The math warps update a chunk in
+place in its slot; only the store warp waits for stores.
 """
 
 from __future__ import annotations
@@ -46,6 +47,13 @@ _CHUNK = gl.constexpr(CHUNK)
 _SLOTS = gl.constexpr(SLOTS)
 
 
+# Renamed after Triton 3.6.
+_barrier = getattr(gl, "thread_barrier", None) or gl.barrier
+_tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+_tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+_PUBLIC = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
+
+
 @gluon.jit
 def _where(condition, x, y):
     return gl.where(condition, x, y)
@@ -58,30 +66,78 @@ def _sign(x):
 
 @gluon.jit
 def _sqrt(x):
-    return gl.sqrt(x)
+    return gl.inline_asm_elementwise(
+        "sqrt.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def _divide(x, y):
+    # One unit in the last place from the true quotient, where both are normal numbers.
+    inverse = gl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [y], dtype=gl.float32, is_pure=True, pack=1
+    )
+    return x * inverse
 
 
 @cache
 def gluon_rule(rule: Dual) -> Any:
     """The rule's update as a Gluon function: the same source with Gluon's names."""
     fn = rule.torch
-    names = {**fn.__globals__, "sqrt": _sqrt, "where": _where, "sign": _sign, "gl": gl}
+    names = {**fn.__globals__, "sqrt": _sqrt, "divide": _divide, "where": _where}
+    names |= {"sign": _sign, "gl": gl}
     return gluon.jit(types.FunctionType(fn.__code__, names, fn.__name__))
 
 
-@gluon.jit
-def _hash32(h):
-    h = (h ^ (h >> 16)) * 0x7FEB352D
-    h = (h ^ (h >> 15)) * 0x846CA68B
-    return h ^ (h >> 16)
+# Two neighbours at a time: $0-2 the stored pairs of w and the states, $3-8 their fp32 values, $9-10
+# the element numbers, seeded. As rounding.py: one hash for both, add the draw, keep the upper half.
+# A NaN of all ones would carry into the sign, so where any of the three is NaN nothing is added.
+_ROUND = gl.constexpr("""{
+.reg .f32 t, u;
+.reg .b32 h, h0, h1, a, b;
+.reg .pred nan;
+shr.u32 a, $9, 16; xor.b32 h, $9, a; mul.lo.u32 h, h, 0x7FEB352D;
+shr.u32 a, h, 15; xor.b32 h, h, a; mul.lo.u32 h, h, 0x846CA68B;
+shr.u32 a, h, 16; xor.b32 h, h, a;
+mov.b32 t, $3; mov.b32 u, $5; add.f32 t, t, u; mov.b32 u, $7; add.f32 t, t, u;
+setp.nan.f32 nan, t, t; selp.b32 h0, 0, h, nan;
+mul.lo.u32 h, h, 0x9E3779B1;
+mov.b32 t, $4; mov.b32 u, $6; add.f32 t, t, u; mov.b32 u, $8; add.f32 t, t, u;
+setp.nan.f32 nan, t, t; selp.b32 h1, 0, h, nan;
+and.b32 a, h0, 0xffff; add.u32 a, a, $3; and.b32 b, h1, 0xffff; add.u32 b, b, $4;
+prmt.b32 $0, a, b, 0x7632;
+shr.u32 a, h0, 16; add.u32 a, a, $5; shr.u32 b, h1, 16; add.u32 b, b, $6;
+prmt.b32 $1, a, b, 0x7632;
+prmt.b32 a, h0, 0, 0x4421; add.u32 a, a, $7; prmt.b32 b, h1, 0, 0x4421; add.u32 b, b, $8;
+prmt.b32 $2, a, b, 0x7632;
+}""")
+_ROUND_CONSTRAINTS = gl.constexpr("=r,=r,=r,r,r,r,r,r,r,r,r")
 
 
 @gluon.jit
-def _stochastic_bf16(x, bits):
-    rounded = (x.to(gl.uint32, bitcast=True) + bits) >> 16
-    rounded = rounded.to(gl.uint16).to(gl.bfloat16, bitcast=True)
-    # A NaN of all ones would carry into the sign bit and come out as -0.
-    return gl.where(x == x, rounded, x.to(gl.bfloat16))
+def _stochastic_bf16(w, m, v, numbers):
+    bits = (
+        w.to(gl.int32, bitcast=True),
+        m.to(gl.int32, bitcast=True),
+        v.to(gl.int32, bitcast=True),
+    )
+    return gl.inline_asm_elementwise(
+        _ROUND,
+        _ROUND_CONSTRAINTS,
+        [bits[0], bits[1], bits[2], numbers],
+        dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16),
+        is_pure=True,
+        pack=2,
+    )
+
+
+@gluon.jit
+def _as(memory, shape: gl.constexpr, layout: gl.constexpr):
+    """The same bytes of shared memory as a bf16 array of another shape."""
+    if _PUBLIC:
+        return memory.reinterpret(gl.bfloat16, shape, layout)
+    else:
+        return memory._reinterpret(gl.bfloat16, shape, layout)
 
 
 @gluon.jit
@@ -102,19 +158,19 @@ def _load_group(dy, x, w, s0, s1, tile, first, end, it, M, tiles_k, P, Q, full, 
             i = it % _SLOTS
             mbarrier.wait(empty.index(i), ((it // _SLOTS) & 1) ^ 1)
             mbarrier.expect(full.index(i), _BM * (_BN + _BK) * 2)
-            tma.async_copy_global_to_shared(dy, [m, row], full.index(i), P.index(i))
-            tma.async_copy_global_to_shared(x, [m, column], full.index(i), Q.index(i))
+            _tma_load(dy, [m, row], full.index(i), P.index(i))
+            _tma_load(x, [m, column], full.index(i), Q.index(i))
             it += 1
         for c in gl.static_range(_BK // _CHUNK):
             i = it % _SLOTS
             mbarrier.wait(empty.index(i), ((it // _SLOTS) & 1) ^ 1)
             mbarrier.expect(full.index(i), 3 * _BN * _CHUNK * 2)
             at = column + c * _CHUNK
-            pair = Q.index(i)._reinterpret(gl.bfloat16, [2, _BN, _CHUNK], layout)
-            wb = P.index(i)._reinterpret(gl.bfloat16, [_BN, _CHUNK], layout)
-            tma.async_copy_global_to_shared(w, [row, at], full.index(i), wb)
-            tma.async_copy_global_to_shared(s0, [row, at], full.index(i), pair.index(0))
-            tma.async_copy_global_to_shared(s1, [row, at], full.index(i), pair.index(1))
+            pair = _as(Q.index(i), [2, _BN, _CHUNK], layout)
+            wb = _as(P.index(i), [_BN, _CHUNK], layout)
+            _tma_load(w, [row, at], full.index(i), wb)
+            _tma_load(s0, [row, at], full.index(i), pair.index(0))
+            _tma_load(s1, [row, at], full.index(i), pair.index(1))
             it += 1
         tile += gl.num_programs(0)
     return tile, it
@@ -122,7 +178,7 @@ def _load_group(dy, x, w, s0, s1, tile, first, end, it, M, tiles_k, P, Q, full, 
 
 @gluon.jit
 def _store_group(w, s0, s1, tile, first, end, n, M, tiles_k, P, Q, done, empty):
-    """Write back the updated chunks of this program's tiles of one matrix, then free their slots."""
+    """Write back the updated chunks of this program's tiles of one matrix; free their slots."""
     layout: gl.constexpr = w.layout
     chunks: gl.constexpr = _BK // _CHUNK
     steps = (M + _BM - 1) // _BM
@@ -134,11 +190,11 @@ def _store_group(w, s0, s1, tile, first, end, n, M, tiles_k, P, Q, done, empty):
             count = n * chunks + c
             mbarrier.wait(done.index(count % _SLOTS), (count // _SLOTS) & 1)
             at = column + c * _CHUNK
-            pair = Q.index(i)._reinterpret(gl.bfloat16, [2, _BN, _CHUNK], layout)
-            wb = P.index(i)._reinterpret(gl.bfloat16, [_BN, _CHUNK], layout)
-            tma.async_copy_shared_to_global(w, [row, at], wb)
-            tma.async_copy_shared_to_global(s0, [row, at], pair.index(0))
-            tma.async_copy_shared_to_global(s1, [row, at], pair.index(1))
+            pair = _as(Q.index(i), [2, _BN, _CHUNK], layout)
+            wb = _as(P.index(i), [_BN, _CHUNK], layout)
+            _tma_store(w, [row, at], wb)
+            _tma_store(s0, [row, at], pair.index(0))
+            _tma_store(s1, [row, at], pair.index(1))
             tma.store_wait(pendings=0)
             mbarrier.arrive(empty.index(i), count=1)
         n += 1
@@ -180,8 +236,8 @@ def _update_chunk(
     acc = gl.convert_layout(acc, layout, assert_trivial=True)
     i = (it + c) % _SLOTS
     mbarrier.wait(full.index(i), ((it + c) // _SLOTS) & 1)
-    wb = P.index(i)._reinterpret(gl.bfloat16, [_BN, _CHUNK], smem)
-    pair = Q.index(i)._reinterpret(gl.bfloat16, [2, _BN, _CHUNK], smem)
+    wb = _as(P.index(i), [_BN, _CHUNK], smem)
+    pair = _as(Q.index(i), [2, _BN, _CHUNK], smem)
     w = wb.load(layout)
     m = pair.index(0).load(layout)
     v = pair.index(1).load(layout)
@@ -192,16 +248,17 @@ def _update_chunk(
         # cannot reassociate it into one address register for every element.
         rows = gl.arange(0, _BN, layout=gl.SliceLayout(1, layout)) * pitch + base
         columns = gl.arange(0, _CHUNK, layout=gl.SliceLayout(0, layout)) + c * _CHUNK
-        h = _hash32((rows.to(gl.uint32) ^ seed)[:, None] ^ columns.to(gl.uint32)[None, :])
-        wb.store(_stochastic_bf16(w, h & 0xFFFF))
-        pair.index(0).store(_stochastic_bf16(states[0], h >> 16))
-        pair.index(1).store(_stochastic_bf16(states[1], (h >> 8) & 0xFFFF))
+        numbers = (rows.to(gl.uint32) ^ seed)[:, None] ^ columns.to(gl.uint32)[None, :]
+        w, m, v = _stochastic_bf16(w, states[0], states[1], numbers)
+        wb.store(w)
+        pair.index(0).store(m)
+        pair.index(1).store(v)
     else:
         wb.store(w.to(gl.bfloat16))
         pair.index(0).store(states[0].to(gl.bfloat16))
         pair.index(1).store(states[1].to(gl.bfloat16))
     fence_async_shared()
-    gl.thread_barrier()
+    _barrier()
     mbarrier.arrive(done.index((n + c) % _SLOTS), count=1)
 
 
@@ -245,16 +302,76 @@ def _math(
         q0, q1 = _halves(left)
         q2, q3 = _halves(right)
         _update_chunk(
-            q0, 0, base, pitch, it, n, seed, scalars, P, Q, full, done, RULE, STOCHASTIC, smem, chunk
+            q0,
+            0,
+            base,
+            pitch,
+            it,
+            n,
+            seed,
+            scalars,
+            P,
+            Q,
+            full,
+            done,
+            RULE,
+            STOCHASTIC,
+            smem,
+            chunk,
         )
         _update_chunk(
-            q1, 1, base, pitch, it, n, seed, scalars, P, Q, full, done, RULE, STOCHASTIC, smem, chunk
+            q1,
+            1,
+            base,
+            pitch,
+            it,
+            n,
+            seed,
+            scalars,
+            P,
+            Q,
+            full,
+            done,
+            RULE,
+            STOCHASTIC,
+            smem,
+            chunk,
         )
         _update_chunk(
-            q2, 2, base, pitch, it, n, seed, scalars, P, Q, full, done, RULE, STOCHASTIC, smem, chunk
+            q2,
+            2,
+            base,
+            pitch,
+            it,
+            n,
+            seed,
+            scalars,
+            P,
+            Q,
+            full,
+            done,
+            RULE,
+            STOCHASTIC,
+            smem,
+            chunk,
         )
         _update_chunk(
-            q3, 3, base, pitch, it, n, seed, scalars, P, Q, full, done, RULE, STOCHASTIC, smem, chunk
+            q3,
+            3,
+            base,
+            pitch,
+            it,
+            n,
+            seed,
+            scalars,
+            P,
+            Q,
+            full,
+            done,
+            RULE,
+            STOCHASTIC,
+            smem,
+            chunk,
         )
         it += chunks
         n += chunks
@@ -342,8 +459,8 @@ def wgrad_update_hopper(
 ) -> None:
     """As :func:`forge.kernels.wgrad_update.wgrad_update`, for targets that ``supports`` accepts.
 
-    ``dys`` [M, N] and ``xs`` [M, K] have unit inner stride and one M, at least 1; at most ``GROUPS``
-    targets.
+    ``dys`` [M, N] and ``xs`` [M, K] have unit inner stride and one M, at least 1; there are at most
+    ``GROUPS`` targets.
     """
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 

@@ -5,6 +5,9 @@ A rule is two pure functions. ``scalars(step, hyper)`` gives what a step's updat
 them as they stand: on fp64 tensors they are the truth that every kernel is tested against. Triton
 runs the same source.
 
+Updates divide by ``divide``, not by ``/``, which on a GPU would also guard against denominators
+that fp32 can hardly hold.
+
 In the names below ``l2`` is a weight decay that is added to the gradient, ``decay`` the share of
 itself that a weight loses, and ``rate`` the weight of the newest gradient in an average.
 """
@@ -13,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import exp2, log2, sign, sqrt, where
+from torch import divide, exp2, log2, sign, sqrt, where
 
 from forge.kernels.runtime import Dual
 
@@ -57,7 +60,7 @@ def _adamw_update(w, g, states, scalars):
     decay, step_size, rate1, rate2, inv_root_bias2, eps = scalars
     exp_avg = exp_avg + (g - exp_avg) * rate1
     exp_avg_sq = exp_avg_sq + (g * g - exp_avg_sq) * rate2
-    update = step_size * exp_avg / (sqrt(exp_avg_sq) * inv_root_bias2 + eps)
+    update = divide(step_size * exp_avg, sqrt(exp_avg_sq) * inv_root_bias2 + eps)
     # One expression: `w * (1 - lr * wd)` in fp32 would lose most of a decay of 1e-7.
     return w - (decay * w + update), (exp_avg, exp_avg_sq)
 
@@ -85,7 +88,7 @@ def _adam_update(w, g, states, scalars):
     g = g + l2 * w
     exp_avg = exp_avg + (g - exp_avg) * rate1
     exp_avg_sq = exp_avg_sq + (g * g - exp_avg_sq) * rate2
-    update = step_size * exp_avg / (sqrt(exp_avg_sq) * inv_root_bias2 + eps)
+    update = divide(step_size * exp_avg, sqrt(exp_avg_sq) * inv_root_bias2 + eps)
     return w - update, (exp_avg, exp_avg_sq)
 
 
@@ -124,7 +127,8 @@ def _nadam_update(w, g, states, scalars):
     g = g + l2 * w
     exp_avg = exp_avg + (g - exp_avg) * rate1
     exp_avg_sq = exp_avg_sq + (g * g - exp_avg_sq) * rate2
-    update = (grad_size * g + avg_size * exp_avg) / (sqrt(exp_avg_sq) * inv_root_bias2 + eps)
+    size = grad_size * g + avg_size * exp_avg
+    update = divide(size, sqrt(exp_avg_sq) * inv_root_bias2 + eps)
     return w - (decay * w + update), (exp_avg, exp_avg_sq)
 
 
@@ -173,7 +177,7 @@ def _radam_update(w, g, states, scalars):
     g = g + l2 * w
     exp_avg = exp_avg + (g - exp_avg) * rate1
     exp_avg_sq = exp_avg_sq + (g * g - exp_avg_sq) * rate2
-    update = step_size * exp_avg / (sqrt(exp_avg_sq) * root_scale + offset)
+    update = divide(step_size * exp_avg, sqrt(exp_avg_sq) * root_scale + offset)
     return w - (decay * w + update), (exp_avg, exp_avg_sq)
 
 
@@ -267,7 +271,7 @@ def _rmsprop_update(w, g, states, scalars):
     l2, lr, rate, eps = scalars
     g = g + l2 * w
     square_avg = square_avg + (g * g - square_avg) * rate
-    return w - lr * g / (sqrt(square_avg) + eps), (square_avg,)
+    return w - divide(lr * g, sqrt(square_avg) + eps), (square_avg,)
 
 
 RMSPROP = Rule(
@@ -290,7 +294,7 @@ def _adagrad_update(w, g, states, scalars):
     l2, lr, initial, eps = scalars
     g = g + l2 * w
     total = total + (initial + g * g)
-    return w - lr * g / (sqrt(total) + eps), (total,)
+    return w - divide(lr * g, sqrt(total) + eps), (total,)
 
 
 ADAGRAD = Rule(

@@ -1,0 +1,117 @@
+"""Compiles every update kernel for sm_90, without a GPU, and prints what came out, as JSON.
+
+A script, not a test: kernels must be imported outside Triton's interpreter, which the tests use.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from forge.kernels import apply_rule, wgrad_update, wgrad_update_hopper
+from forge.optim import rules
+
+HOPPER = GPUTarget("cuda", 90, 32)
+CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+
+
+def usage(source: Any, options: dict[str, Any]) -> dict[str, int]:
+    """Registers at launch, stack bytes, accesses to local memory (spills), shared memory."""
+    compiled = triton.compile(source, target=HOPPER, options=options)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(compiled.asm["cubin"])
+        cubin.flush()
+
+        def dump(what: str) -> str:
+            command = [str(CUOBJDUMP), what, cubin.name]
+            return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+        resources, assembly = dump("-res-usage"), dump("-sass")
+    return {
+        "registers": int(re.search(r"REG:(\d+)", resources)[1]),
+        "stack": int(re.search(r"STACK:(\d+)", resources)[1]),
+        "local": len(re.findall(r"\b(?:LDL|STL)\b", assembly)),
+        "wide": len(re.findall(r"(?:LDG|STG|LDGSTS)\.E[.A-Z]*\.128", assembly)),
+        "products": len(re.findall(r"\bHGMMA\b", assembly)),
+        "shared": compiled.metadata.shared,
+    }
+
+
+def table_kernel(kernel: Any, rule: Any, constants: dict[str, Any], options: dict) -> dict:
+    """A kernel of pointer tables, bf16 throughout."""
+    names = kernel.arg_names
+    states = len(rule.states)
+    types = {
+        "table_ptr": "*i64",
+        "scalars_ptr": "*fp32",
+        "seed_ptr": "*i32",
+        "state_ptrs": ("*bf16",) * states,
+    }
+    constants |= dict(
+        RULE=rule.update.triton, SCALARS=rule.scalar_count, STOCHASTIC=True, ALIGN=16, CAPACITY=64
+    )
+    signature = {n: "constexpr" if n in constants else types.get(n, "*bf16") for n in names}
+    aligned = [(names.index(n),) for n in names if n not in constants and n != "state_ptrs"]
+    aligned += [(names.index("state_ptrs"), j) for j in range(states)]
+    source = ASTSource(
+        kernel,
+        signature,
+        {(names.index(n),): value for n, value in constants.items()},
+        {position: [["tt.divisibility", 16]] for position in aligned},
+    )
+    return usage(source, options)
+
+
+def hopper_kernel(rule: Any, stochastic: bool) -> dict[str, int]:
+    module = wgrad_update_hopper
+    kernel = module._wgrad_update_hopper_kernel
+    names = kernel.arg_names
+    constants = dict(
+        SCALARS=rule.scalar_count, RULE=module.gluon_rule(rule.update), STOCHASTIC=stochastic
+    )
+    types = {"scalars_ptr": "*fp32", "seed_ptr": "*i32"} | dict.fromkeys(constants, "constexpr")
+    for i, prefix in enumerate(("dy", "x", "w", "m", "v")):
+        for j in range(module.GROUPS):
+            block, layout = module._BLOCKS[i], module.LAYOUTS[i]
+            types[f"{prefix}{j}"] = f"tensordesc<bf16{block},{layout!r}>"
+    source = GluonASTSource(
+        fn=kernel,
+        signature={n: types.get(n, "i32") for n in names},
+        constexprs={(names.index(n),): value for n, value in constants.items()},
+        attrs={},
+    )
+    return usage(source, dict(num_warps=8, launch_pdl=True))
+
+
+def main() -> None:
+    found = {}
+    for rule in (value for value in vars(rules).values() if isinstance(value, rules.Rule)):
+        found[f"apply_rule {rule.name}"] = table_kernel(
+            apply_rule._apply_rule_kernel, rule, {"BLOCK": apply_rule._BLOCK}, {"num_warps": 4}
+        )
+        tile = wgrad_update._tile(operand_bytes=2)
+        options = {name: tile.pop(name) for name in ("num_warps", "num_stages")}
+        found[f"wgrad_update {rule.name}"] = table_kernel(
+            wgrad_update._wgrad_update_kernel,
+            rule,
+            dict(PRECISION="ieee", UPCAST=False, **tile),
+            options,
+        )
+        if len(rule.states) == 2:
+            for stochastic in (True, False):
+                name = f"wgrad_update_hopper {rule.name} {'stochastic' * stochastic}".strip()
+                found[name] = hopper_kernel(rule, stochastic)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""What the compiler makes of the kernels for Hopper, checked without a GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+
+@pytest.fixture(scope="module")
+def kernels():
+    script = Path(__file__).with_name("compile_for_hopper.py")
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_no_kernel_spills(kernels):
+    assert len(kernels) >= 20
+    spilled = {name: k for name, k in kernels.items() if k["stack"] or k["local"]}
+    assert not spilled
+
+
+def test_accesses_are_as_wide_as_they_can_be(kernels):
+    """Lost alignment hints cost a factor of four once; nothing else would show it."""
+    for name, kernel in kernels.items():
+        if not name.startswith(
+            "wgrad_update_hopper"
+        ):  # that one copies by the tensor memory engine
+            assert kernel["wide"] > 0, name
+
+
+def test_products_run_on_the_tensor_cores(kernels):
+    for name, kernel in kernels.items():
+        assert (kernel["products"] > 0) == name.startswith("wgrad"), name
+
+
+def test_registers_and_shared_memory(kernels):
+    for name, kernel in kernels.items():
+        if name.startswith("wgrad_update_hopper"):
+            # 320 threads a program, one program an SM, of 228 KB.
+            assert kernel["registers"] <= 168 and kernel["shared"] <= 227 * 1024, name
+        elif name.startswith("wgrad_update"):
+            assert kernel["registers"] <= 240 and kernel["shared"] <= 100 * 1024, name
+        else:
+            assert kernel["registers"] <= 72, name  # 7 programs of 128 threads an SM
