@@ -19,7 +19,7 @@ from forge.harness import data, records
 from forge.harness.processes import COMMAND, Workers
 from forge.harness.records import Record
 from forge.harness.rows import Row, cannot_run
-from forge.harness.worker import Job, Result
+from forge.harness.worker import GATE_FIELDS, Job, Result
 from forge.harness.workloads import MODELS
 from forge.optim.registry import REGISTRY
 
@@ -194,6 +194,7 @@ class _Session:
         self.scratch, self.batches = scratch, batches
         self.reference: Path | None = None
         self.no_reference = ""
+        self.gated: dict[str, dict[str, Any]] = {}  # by row: what its gate found in an earlier pass
 
     def record(self, order: int, repeat: int, row: Row) -> Record:
         settled = cannot_run(row, self.run.settings.device)
@@ -203,7 +204,10 @@ class _Session:
             self._make_reference()
         if self.no_reference:
             return self._make(order, repeat, row, Result("failed", self.no_reference))
-        return self._make(order, repeat, row, self._start(row))
+        result = self._start(row, self.gated.get(row.id))
+        if result.status == "ok":
+            self.gated[row.id] = {key: result.fields[key] for key in GATE_FIELDS}
+        return self._make(order, repeat, row, result)
 
     def _make_reference(self) -> None:
         self.run.say("gate: training the fp32 reference")
@@ -214,7 +218,7 @@ class _Session:
         self.reference = self.scratch / "reference.json"
         self.reference.write_text(json.dumps(result.fields["trajectory"]))
 
-    def _start(self, row: Row | None) -> Result:
+    def _start(self, row: Row | None, gated: dict[str, Any] | None = None) -> Result:
         s = self.run.settings
         job = Job(
             row=asdict(row) if row else None,
@@ -231,6 +235,7 @@ class _Session:
             steps=s.steps,
             hardware=s.hardware,
             reference=str(self.reference) if self.reference else None,
+            gated=gated,
         )
         job_path, result_path = self.scratch / "job.json", self.scratch / "result.json"
         result_path.unlink(missing_ok=True)

@@ -38,6 +38,8 @@ HYPER = Hyper()
 GATE_PARAMS, GATE_LAYERS = 2e9, 4
 # More than the cuBLAS workspaces, 0.06 GiB, which any step allocates.
 LEFT_GIB = 0.1
+# What the gate adds to a record.
+GATE_FIELDS = ("gate", "gate_detail", "loss")
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,7 @@ class Job:
     steps: int | None
     hardware: str
     reference: str | None = None
+    # What the row's gate found, when it has passed already in this run.
     gated: dict[str, Any] | None = None
 
 
@@ -140,7 +143,7 @@ def _measure(job: Job, row: Row, fields: dict[str, Any]) -> None:
         _gate(job, row, target, batches, fields)
         _free(job.device, row.execution)
         if _allocated_gib(job.device) > LEFT_GIB:
-            raise Leftovers(fields)
+            raise Leftovers({key: fields[key] for key in GATE_FIELDS})
     else:
         fields |= job.gated
     _time(job, row, target, batches, fields)

@@ -307,6 +307,19 @@ def test_a_row_whose_gate_leaves_memory_is_timed_in_a_fresh_process(tmp_path):
     assert (record.status, record.gate) == ("ok", "pass") and record.latency_ms > 0
 
 
+def test_a_row_passes_its_gate_once_a_run(tmp_path):
+    patch = (
+        f"flag = {str(tmp_path / 'gated')!r}\n"
+        "    if (job.gated is None) == os.path.exists(flag):\n"
+        "        return worker.Result('failed', 'gated twice, or not at all')\n"
+        "    open(flag, 'w').close()\n"
+        "    return real(job)"
+    )
+    found, _ = execute(tmp_path, ["adamw-fused"], patch, repeat=2)
+    assert [(r.status, r.gate) for r in found] == [("ok", "pass")] * 2
+    assert found[0].loss == found[1].loss and found[1].latency_ms > 0
+
+
 def test_rows_that_would_not_compare_are_not_mixed(tmp_path):
     found, _ = execute(tmp_path, ["adalomo"])
     run, _ = make_run(tmp_path, select_rows(["adalomo"], "cpu"))
