@@ -17,8 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-# The inputs x [..., K] and output gradients dy [..., N] whose products dy^T x add up to a gradient.
-Factors = list[tuple[Tensor, Tensor]]
+# Inputs x [..., K] and output gradients dy [..., N] whose products dy^T x add up to a gradient, and
+# the sum of their versions.
+Factors = list[tuple[Tensor, Tensor, int]]
 
 _SLOTS: dict[int, weakref.ref[Slot]] = {}
 
@@ -31,10 +32,12 @@ class Slot:
         name: for messages.
         salt: makes this parameter's random bits its own.
         clock: the optimizer's clock that counts this parameter's steps.
+        owner: the optimizer.
     """
 
-    def __init__(self, param: nn.Parameter, name: str, salt: int, clock: Any) -> None:
+    def __init__(self, param: nn.Parameter, name: str, salt: int, clock: Any, owner: Any) -> None:
         self.param = param
+        self.owner = weakref.ref(owner)
         self.name = name
         self.salt = salt
         self.clock = clock
@@ -44,7 +47,7 @@ class Slot:
         self.node: Any = None
         self.factors: Factors = []
         self._hook: Any = None
-        self._task = -1
+        self.task = -1
         key = id(param)
         _SLOTS[key] = weakref.ref(self, lambda _: _SLOTS.pop(key, None))
 
@@ -61,10 +64,21 @@ class Slot:
             if slot is not None and queue is not None:
                 queue.complete(slot)
 
+        if self._hook is not None:
+            self._hook.remove()
         # AccumulateGrad runs once a backward, after every use of the parameter has contributed. The
         # tensor's own post-accumulate hook is not called when no use returned a gradient tensor.
         self.node = get_gradient_edge(self.param).node
         self._hook = self.node.register_hook(hook)
+
+    def attached(self) -> bool:
+        """Whether the node is still the parameter's.
+
+        Autograd drops it when the parameter's dtype, device or storage is exchanged.
+        """
+        if self.node is None or not self.param.requires_grad:
+            return False
+        return get_gradient_edge(self.param).node is self.node
 
     def detach(self) -> None:
         """Stop listening; layers of this weight behave as plain ``nn.Linear`` again."""
@@ -81,18 +95,23 @@ class Slot:
             x: [..., K] input of the layer.
             dy: [..., N] gradient of its output.
         """
+        param = self.param
+        if self.owner() is None or param._backward_hooks or param._post_accumulate_grad_hooks:
+            return False
         try:
             if not torch._C._will_engine_execute_node(self.node):
-                return True  # torch.autograd.grad of something else: nobody wants this gradient
+                # Nobody wants this gradient (torch.autograd.grad of something else), or autograd
+                # has another node for the parameter by now, which nobody listens to yet.
+                return self.attached()
         except RuntimeError:
             return False  # torch.autograd.grad asks for this very weight
         task = torch._C._current_graph_task_id()
-        if task != self._task:
+        if task != self.task:
             # What an earlier backward left behind was abandoned by an exception.
-            self.factors, self._task = [], task
+            self.factors, self.task = [], task
         if dy.is_cuda:
             self.stream = torch._C._cuda_getCurrentRawStream(dy.get_device())
-        self.factors.append((x, dy))
+        self.factors.append((x, dy, x._version + dy._version))
         return True
 
 
@@ -153,7 +172,10 @@ class ForgeLinear(nn.Linear):
         if torch.compiler.is_compiling():
             return _graph_break(self, input)
         # From the dict: an attribute of a module costs five times as much, in every layer.
-        weight, bias = self._parameters.get("weight"), self._parameters.get("bias")
+        parameters = self._parameters
+        weight = parameters.get("weight")
+        # A pruned or parametrized one is no parameter.
+        bias = parameters["bias"] if "bias" in parameters else self.bias
         slot = slot_of(weight)
         if (
             weight is None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from collections.abc import Callable
+from operator import is_
 from typing import Any, TypedDict
 
 import torch
@@ -13,7 +15,7 @@ from forge.linear import ForgeLinear, Slot, fuse_linears, slot_of
 from forge.optim.clock import Clock
 from forge.optim.rules import Rule
 from forge.optim.states import check_format, new_states
-from forge.queue import UpdateQueue
+from forge.queue import UpdateQueue, check_single_process
 
 _DTYPES = (torch.bfloat16, torch.float32)
 _NOT_NEGATIVE = {
@@ -92,6 +94,7 @@ class ForgeOptimizer(torch.optim.Optimizer):
         self.rounding = rounding
         self.seed = seed
         self._slots: list[Slot] = []
+        self._members: list[tuple[int, int]] = []  # group and parameter
         self._clocks: list[Clock] = []
         self._names = {id(p): n for n, p in model.named_parameters()} if model is not None else {}
         self._layers: list[nn.Linear] = []
@@ -119,6 +122,8 @@ class ForgeOptimizer(torch.optim.Optimizer):
                 (p, names[i] if names else self._names.get(id(p), f"parameter {i} of the group"))
                 for i, p in enumerate(group["params"])
             ]
+            if len({id(param) for param, _ in found}) < len(found):
+                raise ValueError(f"param group {number}: a parameter is in it twice")
             for param, name in found:
                 _check_parameter(param, name)
         except (TypeError, ValueError):
@@ -132,11 +137,12 @@ class ForgeOptimizer(torch.optim.Optimizer):
             # An odd multiplier spreads the parameters' index ranges over the 32-bit hash input; the
             # low byte stays free for the columns of a tile.
             salt = (len(self._slots) * 0x9E3779B1) % 2**23 * 256
-            slot = Slot(param, name, salt, clock)
+            slot = Slot(param, name, salt, clock, self)
             self._slots.append(slot)
             if param.requires_grad:
                 slot.attach(self._queue)
         self._clocks.extend(clocks.values())
+        self._members += [(id(group), id(param)) for param, _ in found]
 
     def _check_group(self, number: int, group: dict[str, Any]) -> None:
         """Refuse hyperparameters out of range and settings that the rule does not follow."""
@@ -168,20 +174,101 @@ class ForgeOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if not any(clock.running for clock in self._clocks):
+            self.check_unedited()  # no backward did
         for slot in self._slots:
             grad = slot.param.grad
             if grad is not None and not slot.updated:
+                # Autograd did not call: assigned by hand, just unfrozen, or moved since.
+                if not slot.attached():
+                    self._renew(slot)
                 self._queue.push(slot, grad)
-            if slot.node is None and slot.param.requires_grad:
-                _check_parameter(slot.param, slot.name, attached=True)
-                slot.attach(self._queue)
         self._queue.flush()
         self._split_clocks()
+        late = [clock for clock in self._clocks if clock.running and clock.outdated()]
         for clock in self._clocks:
             clock.running = False
         for slot in self._slots:
             slot.updated = False
+        if late:
+            raise RuntimeError(
+                "a param group's hyperparameters were changed between backward() and step(): the "
+                "weights had been updated with the old ones; change them before backward()"
+            )
         return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As in ``torch.optim.Optimizer``: discards gradients.
+
+        Raises:
+            RuntimeError: gradients of this step have been applied already, and cannot be discarded.
+        """
+        self._queue.discard()
+        applied = [slot for slot in self._slots if slot.updated]
+        for slot in self._slots:
+            slot.factors = []
+        super().zero_grad(set_to_none)
+        if applied:
+            raise RuntimeError(
+                f"zero_grad() before step(): {len(applied)} parameters ({applied[0].name!r} ...) "
+                "were updated inside backward already, which cannot be undone; step() ends the "
+                "step. To keep a network still while another one trains through it, freeze it "
+                "with requires_grad_(False)"
+            )
+
+    def _check_held(self) -> None:
+        if not self._slots and any(group["params"] for group in self.param_groups):
+            raise RuntimeError("this optimizer was released: build a new one")
+
+    def check_unedited(self) -> None:
+        """Refuse what the hooks would not notice; follow replaced states and layouts."""
+        self._check_held()
+        groups = [(id(group), id(p)) for group in self.param_groups for p in group["params"]]
+        if groups != self._members:
+            raise RuntimeError(
+                "param_groups was edited: use add_param_group, or release() this optimizer and "
+                "build a new one (load_state_dict keeps the states)"
+            )
+        self._queue.state = self.state
+        restarted: dict[tuple, Clock] = {}
+        for slot in self._slots:
+            target = slot.target
+            if target is None:
+                continue
+            param, stored = slot.param, self.state.get(slot.param)
+            if not stored:
+                # Its state was cleared: as in torch, its count starts again.
+                key = (id(slot.clock.group), param.device)
+                if key not in restarted:
+                    clock = Clock(self.rule, slot.clock.group, param.device, self.seed)
+                    restarted[key] = clock
+                    self._clocks.append(clock)
+                slot.clock, slot.target = restarted[key], None
+            elif (
+                not all(map(is_, map(stored.get, self.rule.states), target.states))
+                or param.stride() != target.stride
+            ):
+                slot.target = None
+
+    @torch.no_grad()
+    def _renew(self, slot: Slot) -> None:
+        """Follow a parameter that was unfrozen, converted or moved after the optimizer was built.
+
+        Raises:
+            TypeError: its new dtype is not supported.
+        """
+        param = slot.param
+        _check_parameter(param, slot.name, attached=True)
+        if slot.clock.step.device != param.device:
+            twins = (c for c in self._clocks if c.follows(slot.clock, param.device))
+            clock = next(twins, None)
+            if clock is None:
+                clock = slot.clock.on(param.device)
+                self._clocks.append(clock)
+            self._move(slot, clock)
+        slot.target = None
+        if param.requires_grad:
+            slot.attach(self._queue)
 
     def _split_clocks(self) -> None:
         """Parameters that a running clock's step left out keep their own, smaller count."""
@@ -226,6 +313,10 @@ class ForgeOptimizer(torch.optim.Optimizer):
             ValueError: groups, settings or shapes do not match; the message names the parameter.
             KeyError: a state is missing.
         """
+        self._check_held()
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            replaced = pre_hook(self, state_dict)
+            state_dict = state_dict if replaced is None else replaced
         groups = state_dict["param_groups"]
         if len(groups) != len(self.param_groups):
             raise ValueError(
@@ -248,11 +339,15 @@ class ForgeOptimizer(torch.optim.Optimizer):
                     loaded[id(param)] = state
         for mine, theirs in zip(self.param_groups, groups, strict=True):
             # In place: schedulers and clocks hold these dicts.
-            mine.update({k: v for k, v in theirs.items() if k not in ("params", "param_names")})
+            settings = {k: v for k, v in theirs.items() if k not in ("params", "param_names")}
+            mine.update(copy.deepcopy(settings))
         self._restore(loaded)
+        for hook in self._optimizer_load_state_dict_post_hooks.values():
+            hook(self)
 
     @torch.no_grad()
     def _restore(self, loaded: dict[int, dict[str, Any]]) -> None:
+        self._queue.discard()
         self.state.clear()
         clocks: dict[tuple, Clock] = {}
         for slot in self._slots:
@@ -264,7 +359,7 @@ class ForgeOptimizer(torch.optim.Optimizer):
             if key not in clocks:
                 clocks[key] = Clock(self.rule, group, param.device, self.seed, steps, carried)
             slot.clock = clocks[key]
-            slot.updated, slot.target = False, None
+            slot.updated, slot.target, slot.factors = False, None, []
             if state:
                 mine = new_states(self.rule, self.states, param)
                 for name, tensor in mine.items():
@@ -281,17 +376,10 @@ class ForgeOptimizer(torch.optim.Optimizer):
 
 
 def _check_not_distributed(model: Any) -> None:
-    distributed = torch.distributed
-    several = (
-        distributed.is_available()
-        and distributed.is_initialized()
-        and distributed.get_world_size() > 1
-    )
-    wrapped = type(model).__name__ in ("DistributedDataParallel", "FullyShardedDataParallel")
-    if several or wrapped:
+    check_single_process()
+    if type(model).__name__ in ("DistributedDataParallel", "FullyShardedDataParallel"):
         raise NotImplementedError(
-            "updates inside backward would use each rank's own gradient: several processes are not "
-            "supported; use torch.optim.AdamW(fused=True)"
+            f"{type(model).__name__}: several processes are not supported; pass the module inside"
         )
 
 

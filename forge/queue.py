@@ -62,13 +62,19 @@ class UpdateQueue:
     def complete(self, slot: Slot) -> None:
         """Called by the autograd engine when a backward has completed the gradient of ``slot``."""
         # Runs for every parameter of every backward, on the host that an eager step waits for.
+        task = torch._C._current_graph_task_id()
+        if slot.factors and slot.task != task or not slot.param.requires_grad:
+            slot.factors = []  # of a backward that failed, or frozen since the forward pass
         grad = slot.param.grad
-        if grad is None and not slot.factors:
+        if grad is None and not slot.factors or not slot.param.requires_grad:
             return
         if slot.updated or torch.is_grad_enabled():
             _refuse(slot)
-        task = torch._C._current_graph_task_id()
         if task != self._task:
+            check_single_process()
+            owner = slot.owner()
+            if owner is not None:
+                owner.check_unedited()
             self._task = task
             torch.autograd.Variable._execution_engine.queue_callback(self.flush)
         waiting = self.push(slot, grad)
@@ -80,7 +86,7 @@ class UpdateQueue:
         factors, slot.factors = slot.factors, []
         if grad is None:
             waiting = self._fused
-            for x, dy in factors:
+            for x, dy, _ in factors:
                 waiting.bytes += x.nbytes + dy.nbytes
         else:
             if grad.is_sparse:
@@ -93,6 +99,13 @@ class UpdateQueue:
         slot.updated = True
         waiting.entries.append((slot, factors, grad))
         return waiting
+
+    def discard(self) -> None:
+        """Forget every update that is queued: their parameters have not been touched."""
+        for waiting in (self._fused, self._plain):
+            for slot, _, _ in waiting.entries:
+                slot.updated = False
+            waiting.entries, waiting.bytes = [], 0
 
     def flush(self) -> None:
         """Launch every queued update."""
@@ -109,7 +122,9 @@ class UpdateQueue:
             if target is None or target.address != slot.param.data_ptr():
                 target = slot.target = self._target(slot)
             if grad is None:
-                x, dy = factors[0] if len(factors) == 1 else _join(factors)
+                x, dy, version = factors[0] if len(factors) == 1 else _join(factors)
+                if x._version + dy._version != version:
+                    _refuse_changed(slot)
                 key = (slot.clock, slot.stream, dy.dtype, target.dtypes)
             else:
                 if factors:
@@ -138,10 +153,16 @@ class UpdateQueue:
             increment_version([target.param for target in batch.targets])
 
     def _target(self, slot: Slot) -> Target:
-        state = self.state[slot.param]
+        param = slot.param
+        state = self.state[param]
         if not state:
-            state.update(slot.clock.counts(), **new_states(self.rule, self.states, slot.param))
-        return Target(slot.param, [state[name] for name in self.rule.states], slot.salt)
+            state.update(slot.clock.counts(), **new_states(self.rule, self.states, param))
+        for name in self.rule.states:
+            stored = state[name]
+            if stored.device != param.device or stored.stride() != param.stride():
+                # The parameter was moved or laid out anew.
+                state[name] = torch.empty_like(param, dtype=stored.dtype).copy_(stored)
+        return Target(param, [state[name] for name in self.rule.states], slot.salt)
 
 
 def _refuse(slot: Slot) -> NoReturn:
@@ -149,7 +170,8 @@ def _refuse(slot: Slot) -> NoReturn:
         raise RuntimeError(
             f"second backward before step(): {slot.name!r} was already updated in this step. "
             "Call optimizer.step() after every backward; to accumulate, put the micro-batches "
-            "into one batch, or use torch.optim.AdamW"
+            "into one batch, or use torch.optim.AdamW. (A weight used in several reentrant "
+            "checkpoints counts too: use checkpoint(use_reentrant=False).)"
         )
     raise RuntimeError(
         f"create_graph=True: {slot.name!r} is updated inside backward, which cannot be "
@@ -168,16 +190,40 @@ def _on_stream(stream: int | None, device: torch.device) -> AbstractContextManag
     return torch.cuda.stream(torch.cuda.ExternalStream(stream, device))
 
 
-def _join(factors: Factors) -> tuple[Tensor, Tensor]:
-    """One pair ``(x, dy)`` whose product is the sum over all uses of the weight."""
+def _refuse_changed(slot: Slot) -> NoReturn:
+    raise RuntimeError(
+        f"{slot.name!r}: its layer's input or output gradient was changed in place after the "
+        "layer's backward, and its weight gradient is formed a little later; avoid the in-place "
+        "operation"
+    )
+
+
+def check_single_process() -> None:
+    """Raise NotImplementedError when there are several processes."""
+    distributed = torch.distributed
+    if (
+        distributed.is_available()
+        and distributed.is_initialized()
+        and distributed.get_world_size() > 1
+    ):
+        raise NotImplementedError(
+            "updates inside backward would use each rank's own gradient: several processes are not "
+            "supported; use torch.optim.AdamW(fused=True)"
+        )
+
+
+def _join(factors: Factors) -> tuple[Tensor, Tensor, int]:
+    """One pair ``(x, dy)`` whose product is the sum over all uses, and its version."""
     # dy1^T x1 + dy2^T x2 is one product over the tokens of both.
-    xs, dys = zip(*factors, strict=True)
+    xs, dys, versions = zip(*factors, strict=True)
+    if sum(t._version for t in (*xs, *dys)) != sum(versions):
+        return xs[0], dys[0], -1
     x, dy = (torch.cat([t.reshape(-1, t.shape[-1]) for t in ts]) for ts in (xs, dys))
-    return x, dy
+    return x, dy, x._version + dy._version
 
 
 def _add(grad: Tensor, factors: Factors) -> Tensor:
     """The gradient of a weight that was also used outside its fused layer."""
-    for x, dy in factors:
+    for x, dy, _ in factors:
         grad.add_(dy.reshape(-1, dy.shape[-1]).t() @ x.reshape(-1, x.shape[-1]))
     return grad

@@ -34,6 +34,7 @@ class Target:
         "states",
         "salt",
         "address",
+        "stride",
         "fields",
         "flat_bits",
         "matrix_bits",
@@ -44,7 +45,7 @@ class Target:
         self.param = param
         self.states = tuple(states)
         self.salt = salt
-        self.address = param.data_ptr()
+        self.address, self.stride = param.data_ptr(), param.stride()
         rows = param.shape[0] if param.dim() == 2 else 1
         columns = param.numel() // rows if rows else 0
         addresses = (self.address, *(s.data_ptr() for s in states))

@@ -57,6 +57,7 @@ class Clock:
         self._carried = self._hyper[len(rule.hyper) :]
         self._before = self._carried.clone()
         self._uploaded: tuple[float, ...] | None = None
+        self._origin: Clock | None = None
 
     def counts(self) -> dict[str, Tensor]:
         """What a parameter's state shares with this clock, live: ``step``, and what it carries."""
@@ -70,16 +71,27 @@ class Clock:
         advance(self.step, self._hyper, self.scalars, self.seed, self._base_seed, self.rule.scalars)
         self.running = True
 
+    def outdated(self) -> bool:
+        """Whether the group's numbers differ from those that this step runs with.
+
+        Tensors on a device are not compared: that would synchronise.
+        """
+        return self._numbers()[0] != self._uploaded
+
+    def _numbers(self) -> tuple[tuple[float, ...], dict[int, Tensor]]:
+        """The group's hyperparameters: numbers (0 for tensors on a device), and those tensors."""
+        values = [hyper_value(self.group, name) for name in self.rule.hyper]
+        tensors = {
+            i: v for i, v in enumerate(values) if isinstance(v, Tensor) and v.device.type != "cpu"
+        }
+        return tuple(0.0 if i in tensors else float(v) for i, v in enumerate(values)), tensors
+
     def refresh(self) -> None:
         """Bring the group's hyperparameters to the device, without synchronising.
 
         A device tensor (a learning rate under a captured graph) is copied on the device.
         """
-        values = [hyper_value(self.group, name) for name in self.rule.hyper]
-        on_device = {
-            i: v for i, v in enumerate(values) if isinstance(v, Tensor) and v.device.type != "cpu"
-        }
-        numbers = tuple(0.0 if i in on_device else float(v) for i, v in enumerate(values))
+        numbers, on_device = self._numbers()
         if numbers != self._uploaded:
             # A fresh pinned buffer each time: a reused one could still be in flight.
             pinned = torch.tensor(
@@ -89,6 +101,17 @@ class Clock:
             self._uploaded = numbers
         for i, value in on_device.items():
             self._hyper[i].copy_(value)
+
+    def on(self, device: torch.device) -> Clock:
+        """This clock for parameters that were moved to ``device``."""
+        carried = self._carried.tolist()
+        clock = Clock(self.rule, self.group, device, self.base, float(self.step), carried)
+        clock._origin = self
+        return clock
+
+    def follows(self, other: Clock, device: torch.device) -> bool:
+        """Whether this is ``other.on(device)``, made before."""
+        return self._origin is other and self.step.device == device
 
     def behind(self) -> Clock:
         """A new clock one step behind this one, for parameters that this step left out."""

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import parametrize, prune
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -554,6 +555,241 @@ def test_extreme_hyperparameters_follow_torch(kwargs):
     for p, q in zip(ours.parameters(), plain.parameters(), strict=True):
         # g / |g| turns round-off in a tiny gradient into a flipped sign, so not every element.
         assert ((p - q).abs() > 1e-3 * LR).float().mean() < 0.01
+
+
+def test_a_model_converted_after_the_optimizer_was_built_still_trains():
+    ours, plain = pair("cpu")
+    ours.to(torch.bfloat16), plain.to(torch.bfloat16)
+    optimizer = ForgeAdamW(ours, lr=LR)
+    reference = torch.optim.AdamW(plain.parameters(), lr=LR)
+    ours.float(), plain.float()
+    for _ in range(4):
+        ids = batch("cpu")
+        train(ours, optimizer, ids), train(plain, reference, ids)
+    assert_same(ours, plain, 4)
+    assert all(p.grad is None for p in ours.parameters())
+    ours.half()
+    ours(batch("cpu")).backward()
+    with pytest.raises(TypeError, match="is torch.float16"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "exchange",
+    [
+        lambda net: net.bfloat16().float(),
+        lambda net: net.up.weight.data.set_(net.up.weight.data.clone()),
+        lambda net: net.up.weight.set_(net.up.weight.detach().clone()),
+    ],
+    ids=["round trip", "data.set_", "set_"],
+)
+def test_weights_whose_autograd_node_is_exchanged_still_train(exchange):
+    ours, plain = pair("cpu")
+    optimizer = ForgeAdamW(ours, lr=LR)
+    reference = torch.optim.AdamW(plain.parameters(), lr=LR)
+    for _ in range(2):
+        with torch.no_grad():
+            exchange(ours), exchange(plain)
+        for _ in range(2):
+            ids = batch("cpu")
+            train(ours, optimizer, ids), train(plain, reference, ids)
+    assert_same(ours, plain, 4)
+
+
+class _Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        raise ValueError("out of luck")
+
+
+def test_a_failed_backward_can_be_discarded():
+    ours, plain = pair("cpu")
+    optimizer = ForgeAdamW(ours, lr=LR)
+    reference = torch.optim.AdamW(plain.parameters(), lr=LR)
+    before = copy.deepcopy(ours.state_dict())
+    h = _Fails.apply(ours.embed(batch("cpu")))
+    with pytest.raises(ValueError, match="out of luck"):
+        ours.block(h).sum().backward()
+    optimizer.zero_grad()
+    assert all(torch.equal(v, before[k]) for k, v in ours.state_dict().items())
+    for _ in range(2):
+        ids = batch("cpu")
+        train(ours, optimizer, ids), train(plain, reference, ids)
+    assert_same(ours, plain, 2)
+
+
+def test_a_checkpoint_loaded_after_a_failed_backward_is_clean():
+    ours, plain = pair("cpu")
+    optimizer = ForgeAdamW(ours, lr=LR)
+    reference = torch.optim.AdamW(plain.parameters(), lr=LR)
+    ids = batch("cpu")
+    train(ours, optimizer, ids), train(plain, reference, ids)
+    saved = copy.deepcopy((ours.state_dict(), optimizer.state_dict()))
+    with pytest.raises(ValueError, match="out of luck"):
+        ours.block(_Fails.apply(ours.embed(ids))).sum().backward()
+    ours.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    train(ours, optimizer, ids), train(plain, reference, ids)
+    assert_same(ours, plain, 2)
+
+
+def test_what_was_applied_cannot_be_discarded_silently():
+    ours, _ = pair("cpu")
+    optimizer = ForgeAdamW(ours, lr=LR)
+    ours(batch("cpu")).backward()
+    with pytest.raises(RuntimeError, match="zero_grad.. before step"):
+        optimizer.zero_grad()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_late_hyperparameters_and_edited_groups_raise():
+    ours, _ = pair("cpu")
+    optimizer = ForgeAdamW(ours, lr=LR)
+    ours(batch("cpu")).backward()
+    optimizer.param_groups[0]["lr"] = 0.5
+    with pytest.raises(RuntimeError, match="changed between backward"):
+        optimizer.step()
+    train(ours, optimizer, batch("cpu"))  # usable, with the new rate
+    optimizer.param_groups[0]["params"].pop()
+    with pytest.raises(RuntimeError, match="param_groups was edited"):
+        optimizer.step()
+
+
+def test_replaced_states_are_used():
+    ours, plain = pair("cpu")
+    optimizer = ForgeAdamW(ours, lr=LR)
+    reference = torch.optim.AdamW(plain.parameters(), lr=LR)
+    ids = batch("cpu")
+    train(ours, optimizer, ids), train(plain, reference, ids)
+    for net, opt in ((ours, optimizer), (plain, reference)):
+        weight = net.up.weight
+        opt.state[weight]["exp_avg"] = torch.full_like(weight, 0.01)
+        opt.state[weight]["exp_avg_sq"] = torch.full_like(weight, 0.01)
+    train(ours, optimizer, ids), train(plain, reference, ids)
+    assert_same(ours, plain, 2)
+    optimizer.state.clear(), reference.state.clear()
+    train(ours, optimizer, ids), train(plain, reference, ids)
+    assert_same(ours, plain, 3)
+    assert len(optimizer.state_dict()["state"]) == len(list(ours.parameters()))
+
+
+def test_weight_laid_out_anew(device):
+    ours, plain = pair(device)
+    optimizer = ForgeAdamW(ours, lr=LR)
+    reference = torch.optim.AdamW(plain.parameters(), lr=LR)
+    ids = batch(device)
+    train(ours, optimizer, ids), train(plain, reference, ids)
+    for net in (ours, plain):
+        net.embed.weight.data = net.embed.weight.data.t().contiguous().t()
+    for _ in range(2):
+        train(ours, optimizer, ids), train(plain, reference, ids)
+    assert_same(ours, plain, 3)
+
+
+def test_operands_changed_in_place_are_noticed():
+    """The weight gradient is formed a little after the layer's backward, of what that has seen."""
+
+    class Scribbles(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, victim):
+            ctx.victim = victim
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, g):
+            ctx.victim.zero_()
+            return g, None
+
+    layer = nn.Linear(3, 3)
+    optimizer = ForgeAdamW(layer, lr=LR)
+    x = torch.randn(2, 3, requires_grad=True)
+    h = torch.empty(2, 3)
+    entry = Scribbles.apply(x, h)  # its backward runs after the layer's, and overwrites h
+    h.copy_(entry.detach())
+    y = layer(h.requires_grad_()) + entry
+    with pytest.raises(RuntimeError, match="'weight'.*changed in place"):
+        y.sum().backward()
+    del optimizer
+
+
+def test_frozen_between_forward_and_backward():
+    ours, plain = pair("cpu")
+    optimizer = ForgeAdamW(ours, lr=LR)
+    before = copy.deepcopy(ours.state_dict())
+    loss = ours(batch("cpu"))
+    ours.requires_grad_(False)
+    loss.backward()
+    optimizer.step()
+    assert all(torch.equal(v, before[k]) for k, v in ours.state_dict().items())
+
+
+def test_released_duplicate_and_load_hooks():
+    layer = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="a parameter is in it twice"), pytest.warns(UserWarning):
+        ForgeAdamW([layer.weight, layer.weight])
+    optimizer = ForgeAdamW(layer)
+    called = []
+    optimizer.register_load_state_dict_pre_hook(lambda opt, state: called.append("pre"))
+    optimizer.register_load_state_dict_post_hook(lambda opt: called.append("post"))
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert called == ["pre", "post"]
+    saved = optimizer.state_dict()
+    optimizer.release()
+    for use in (optimizer.step, lambda: optimizer.load_state_dict(saved)):
+        with pytest.raises(RuntimeError, match="released"):
+            use()
+
+
+@pytest.mark.gpu
+def test_a_model_moved_after_the_optimizer_was_built_still_trains():
+    ours, plain = pair("cpu")
+    optimizer = ForgeAdamW(ours, lr=LR)
+    reference = torch.optim.AdamW(plain.parameters(), lr=LR)
+    ids = batch("cpu")
+    train(ours, optimizer, ids), train(plain, reference, ids)
+    ours.to("cuda")  # with states: torch's own optimizer cannot follow here
+    for _ in range(3):
+        ids = batch("cpu")
+        train(ours, optimizer, ids.cuda()), train(plain, reference, ids)
+    assert_same(ours.cpu(), plain, 4)
+    assert {float(s["step"]) for s in optimizer.state.values()} == {4.0}
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("what", ["weight", "bias"])
+def test_pruned_and_parametrized_layers(when, what):
+    class Double(nn.Module):
+        def forward(self, x):
+            return 2 * x
+
+    changes = [
+        lambda net: prune.l1_unstructured(net, what, 0.25),
+        lambda net: parametrize.register_parametrization(net, what, Double()),
+    ]
+    for change in changes:
+        torch.manual_seed(0)
+        ours = nn.Sequential(nn.Linear(5, 7))
+        nn.init.constant_(ours[0].bias, 3.0)
+        plain = copy.deepcopy(ours)
+        if when == "before":
+            change(ours[0])
+        optimizer = ForgeAdamW(ours, lr=LR)
+        if when == "after":
+            change(ours[0])
+        change(plain[0])
+        reference = torch.optim.AdamW(plain.parameters(), lr=LR)
+        for _ in range(3):
+            x = torch.randn(4, 5)
+            for net, opt in ((ours, optimizer), (plain, reference)):
+                net(x).square().mean().backward()
+                opt.step()
+                opt.zero_grad()
+        torch.testing.assert_close(ours(x), plain(x))
 
 
 @pytest.mark.gpu
