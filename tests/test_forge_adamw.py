@@ -674,7 +674,7 @@ def test_replaced_states_are_used():
     assert_same(ours, plain, 2)
     optimizer.state.clear(), reference.state.clear()
     train(ours, optimizer, ids), train(plain, reference, ids)
-    assert_same(ours, plain, 3)
+    assert_same(ours, plain, 12)  # the first step again: a gradient's sign, however small it is
     assert len(optimizer.state_dict()["state"]) == len(list(ours.parameters()))
 
 
