@@ -674,7 +674,9 @@ def test_replaced_states_are_used():
     assert_same(ours, plain, 2)
     optimizer.state.clear(), reference.state.clear()
     train(ours, optimizer, ids), train(plain, reference, ids)
-    assert_same(ours, plain, 12)  # the first step again: a gradient's sign, however small it is
+    for p, q in zip(ours.parameters(), plain.parameters(), strict=True):
+        # A first step again: it takes a gradient's sign, also of one that is round-off.
+        assert ((p - q).abs() > 1e-2 * LR).float().mean() < 0.01
     assert len(optimizer.state_dict()["state"]) == len(list(ours.parameters()))
 
 
