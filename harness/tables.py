@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -108,8 +109,8 @@ def markdown(frame: pd.DataFrame, run_id: str) -> str:
         f"{first['commit']} (run `{run_id}`).",
         "",
         "| method | states | model kernels | execution | ms / step | p20 to p80 | peak GiB "
-        "| state B/param | tokens/s | published ms / GiB |",
-        "|---|---|---|---|--:|--:|--:|--:|--:|--:|",
+        "| state B/param | tokens/s | published ms / GiB | notes |",
+        "|---|---|---|---|--:|--:|--:|--:|--:|--:|---|",
     ]
     for row in rows.to_dict("records"):
         lines.append(_markdown_row(row, published))
@@ -133,7 +134,8 @@ def _markdown_row(row: dict[str, Any], published: pd.DataFrame) -> str:
             _number(row["tokens_per_s"], 0),
         ]
     what = [row[column] for column in ("method", "states", "kernels", "execution")]
-    return f"| {' | '.join([*what, *cells, theirs])} |"
+    notes = "" if pd.isna(row["notes"]) else textwrap.shorten(str(row["notes"]), 90)
+    return f"| {' | '.join([*what, *cells, theirs, notes.replace('|', '/')])} |"
 
 
 def rewrite_readme(readme: Path, text: str) -> None:
