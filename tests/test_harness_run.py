@@ -10,6 +10,7 @@ import sys
 import time
 
 import numpy as np
+import psutil
 import pytest
 
 from forge.harness import environment, records
@@ -239,24 +240,20 @@ def wait_for_record(out, process):
     raise AssertionError(f"no record: {process.communicate()[0]}")
 
 
-def alive_workers(folder):
-    listing = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True).stdout
-    return [line for line in listing.splitlines() if "harness.worker" in line]
-
-
 ROWS = ("--optimizers", "adamw,adamw-fused,adamw-foreach", "--steps", "3", "--data", "random")
 
 
 def test_resume_after_a_kill(tmp_path):
-    before = set(alive_workers(tmp_path))
     process = start(tmp_path, *ROWS)
     folder = wait_for_record(tmp_path, process)
+    workers = psutil.Process(process.pid).children(recursive=True)
+    assert workers
     os.kill(process.pid, signal.SIGKILL)
     process.communicate()
     first = records.load(folder)[0]
     assert 1 <= len(first) < 3
-    time.sleep(0.5)
-    assert set(alive_workers(tmp_path)) <= before, "workers outlived the killed parent"
+    _, alive = psutil.wait_procs(workers, timeout=5)
+    assert not alive, "workers outlived the killed parent"
     with (folder / records.RECORDS_FILE).open("a") as file:
         file.write('{"half a record')
     again = subprocess.run(
