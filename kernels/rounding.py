@@ -4,6 +4,9 @@ Stochastic rounding to bf16 adds 16 random bits below the kept mantissa and trun
 value is ``x`` on average. The bits come from an integer hash of (element index, seed): Philox costs
 more than the optimizer update itself (FORGE, arXiv 2606.22932, Table 3). torch and Triton draw the
 same bits, so a step is reproducible across both.
+
+The hash multiplies twice, each time folding the upper half of the 64-bit product onto the lower:
+four instructions on a GPU.
 """
 
 from __future__ import annotations
@@ -12,6 +15,8 @@ import torch
 from torch import Tensor
 
 from forge.kernels.runtime import tl, triton
+
+_FACTORS = (0x9E3779B1, 0x85EBCA77)
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:
@@ -26,20 +31,22 @@ def _int32(value: int) -> int:
 def hash32_reference(x: Tensor, seed: Tensor) -> Tensor:
     """32-bit hash of ``x ^ seed``; int32 in and out, read as 32 unsigned bits."""
     h = x ^ seed
-    h ^= _shift(h, 16)
-    h *= _int32(0x7FEB352D)
-    h ^= _shift(h, 15)
-    h *= _int32(0x846CA68B)
-    h ^= _shift(h, 16)
+    for factor in _FACTORS:
+        product = (h.long() & 0xFFFFFFFF) * factor  # its low 64 bits
+        h = (product ^ (product >> 32)).int()
     return h
+
+
+@triton.jit
+def _fold(h, factor: tl.constexpr):
+    product = h.to(tl.uint64) * factor
+    return product.to(tl.uint32) ^ (product >> 32).to(tl.uint32)
 
 
 @triton.jit
 def hash32(x, seed):
     h = x.to(tl.uint32) ^ seed.to(tl.uint32)
-    h = (h ^ (h >> 16)) * 0x7FEB352D
-    h = (h ^ (h >> 15)) * 0x846CA68B
-    return h ^ (h >> 16)
+    return _fold(_fold(h, 0x9E3779B1), 0x85EBCA77)
 
 
 def random_bits_reference(x: Tensor, seed: Tensor) -> Tensor:

@@ -31,15 +31,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from forge.kernels.runtime import Dual
 from forge.kernels.target import Target
 
-GROUPS = 4  # matrices a launch
+GROUPS = 8  # matrices a launch
 BM, BN, BK = 64, 128, 256  # tokens a step, tile of dW
 CHUNK = 64  # columns of the tile updated at a time
 SLOTS = 4
 
+_GROUPS = gl.constexpr(GROUPS)
 _BM = gl.constexpr(BM)
 _BN = gl.constexpr(BN)
 _BK = gl.constexpr(BK)
@@ -91,24 +93,22 @@ def gluon_rule(rule: Dual) -> Any:
 
 # Two neighbours at a time: $0-2 the stored pairs of w and the states, $3-8 their fp32 values, $9-10
 # the element numbers, seeded. As rounding.py: one hash for both, add the draw, keep the upper half.
-# A NaN of all ones would carry into the sign, so where any of the three is NaN nothing is added.
+# A NaN of all ones would carry into the sign, so nothing is added to a pair whose w has one; a rule
+# of two states makes w NaN whenever it makes a state NaN.
 _ROUND = gl.constexpr("""{
 .reg .f32 t, u;
-.reg .b32 h, h0, h1, a, b;
+.reg .b64 p;
+.reg .b32 h, g, a, b;
 .reg .pred nan;
-shr.u32 a, $9, 16; xor.b32 h, $9, a; mul.lo.u32 h, h, 0x7FEB352D;
-shr.u32 a, h, 15; xor.b32 h, h, a; mul.lo.u32 h, h, 0x846CA68B;
-shr.u32 a, h, 16; xor.b32 h, h, a;
-mov.b32 t, $3; mov.b32 u, $5; add.f32 t, t, u; mov.b32 u, $7; add.f32 t, t, u;
-setp.nan.f32 nan, t, t; selp.b32 h0, 0, h, nan;
-mul.lo.u32 h, h, 0x9E3779B1;
-mov.b32 t, $4; mov.b32 u, $6; add.f32 t, t, u; mov.b32 u, $8; add.f32 t, t, u;
-setp.nan.f32 nan, t, t; selp.b32 h1, 0, h, nan;
-and.b32 a, h0, 0xffff; add.u32 a, a, $3; and.b32 b, h1, 0xffff; add.u32 b, b, $4;
+mul.wide.u32 p, $9, 0x9E3779B1; mov.b64 {a, b}, p; xor.b32 h, a, b;
+mul.wide.u32 p, h, 0x85EBCA77; mov.b64 {a, b}, p; xor.b32 h, a, b;
+mov.b32 t, $3; mov.b32 u, $4; add.f32 t, t, u; setp.nan.f32 nan, t, t; selp.b32 h, 0, h, nan;
+mul.lo.u32 g, h, 0x9E3779B1;
+and.b32 a, h, 0xffff; add.u32 a, a, $3; and.b32 b, g, 0xffff; add.u32 b, b, $4;
 prmt.b32 $0, a, b, 0x7632;
-shr.u32 a, h0, 16; add.u32 a, a, $5; shr.u32 b, h1, 16; add.u32 b, b, $6;
+shr.u32 a, h, 16; add.u32 a, a, $5; shr.u32 b, g, 16; add.u32 b, b, $6;
 prmt.b32 $1, a, b, 0x7632;
-prmt.b32 a, h0, 0, 0x4421; add.u32 a, a, $7; prmt.b32 b, h1, 0, 0x4421; add.u32 b, b, $8;
+prmt.b32 a, h, 0, 0x4421; add.u32 a, a, $7; prmt.b32 b, g, 0, 0x4421; add.u32 b, b, $8;
 prmt.b32 $2, a, b, 0x7632;
 }""")
 _ROUND_CONSTRAINTS = gl.constexpr("=r,=r,=r,r,r,r,r,r,r,r,r")
@@ -126,6 +126,19 @@ def _stochastic_bf16(w, m, v, numbers):
         _ROUND_CONSTRAINTS,
         [bits[0], bits[1], bits[2], numbers],
         dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16),
+        is_pure=True,
+        pack=2,
+    )
+
+
+@gluon.jit
+def _widen(x):
+    """bf16 to fp32, two neighbours in two instructions: the compiler takes four."""
+    return gl.inline_asm_elementwise(
+        "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;",
+        "=r,=r,r",
+        [x],
+        dtype=gl.float32,
         is_pure=True,
         pack=2,
     )
@@ -203,29 +216,39 @@ def _store_group(w, s0, s1, tile, first, end, n, M, tiles_k, P, Q, done, empty):
 
 
 @gluon.jit
-def _loader(
-    dy0, x0, w0, m0, v0, dy1, x1, w1, m1, v1, dy2, x2, w2, m2, v2, dy3, x3, w3, m3, v3,
-    e0, e1, e2, e3, k0, k1, k2, k3, M, P, Q, full, empty,
-):  # fmt: skip
+def _loader(dy, x, w, s0, s1, ends, across, M, P, Q, full, empty):
     tile = gl.program_id(0)
     it = 0
-    tile, it = _load_group(dy0, x0, w0, m0, v0, tile, 0, e0, it, M, k0, P, Q, full, empty)
-    tile, it = _load_group(dy1, x1, w1, m1, v1, tile, e0, e1, it, M, k1, P, Q, full, empty)
-    tile, it = _load_group(dy2, x2, w2, m2, v2, tile, e1, e2, it, M, k2, P, Q, full, empty)
-    tile, it = _load_group(dy3, x3, w3, m3, v3, tile, e2, e3, it, M, k3, P, Q, full, empty)
+    for j in gl.static_range(_GROUPS):
+        first = ends[j - 1] if j > 0 else 0
+        tile, it = _load_group(
+            dy[j],
+            x[j],
+            w[j],
+            s0[j],
+            s1[j],
+            tile,
+            first,
+            ends[j],
+            it,
+            M,
+            across[j],
+            P,
+            Q,
+            full,
+            empty,
+        )
 
 
 @gluon.jit
-def _storer(
-    w0, m0, v0, w1, m1, v1, w2, m2, v2, w3, m3, v3,
-    e0, e1, e2, e3, k0, k1, k2, k3, M, P, Q, done, empty,
-):  # fmt: skip
+def _storer(w, s0, s1, ends, across, M, P, Q, done, empty):
     tile = gl.program_id(0)
     n = 0
-    tile, n = _store_group(w0, m0, v0, tile, 0, e0, n, M, k0, P, Q, done, empty)
-    tile, n = _store_group(w1, m1, v1, tile, e0, e1, n, M, k1, P, Q, done, empty)
-    tile, n = _store_group(w2, m2, v2, tile, e1, e2, n, M, k2, P, Q, done, empty)
-    tile, n = _store_group(w3, m3, v3, tile, e2, e3, n, M, k3, P, Q, done, empty)
+    for j in gl.static_range(_GROUPS):
+        first = ends[j - 1] if j > 0 else 0
+        tile, n = _store_group(
+            w[j], s0[j], s1[j], tile, first, ends[j], n, M, across[j], P, Q, done, empty
+        )
 
 
 @gluon.jit
@@ -238,11 +261,8 @@ def _update_chunk(
     mbarrier.wait(full.index(i), ((it + c) // _SLOTS) & 1)
     wb = _as(P.index(i), [_BN, _CHUNK], smem)
     pair = _as(Q.index(i), [2, _BN, _CHUNK], smem)
-    w = wb.load(layout)
-    m = pair.index(0).load(layout)
-    v = pair.index(1).load(layout)
-    states = (m.to(gl.float32), v.to(gl.float32))
-    w, states = RULE(w.to(gl.float32), acc, states, scalars)
+    states = (_widen(pair.index(0).load(layout)), _widen(pair.index(1).load(layout)))
+    w, states = RULE(_widen(wb.load(layout)), acc, states, scalars)
     if STOCHASTIC:
         # base is a multiple of 256 and the column is below it: xor is the sum, and the compiler
         # cannot reassociate it into one address register for every element.
@@ -264,8 +284,8 @@ def _update_chunk(
 
 @gluon.jit
 def _math(
-    P, Q, full, empty, done, e0, e1, e2, e3, k0, k1, k2, k3, a0, a1, a2, a3, M,
-    scalars_ptr, seed_ptr, SCALARS: gl.constexpr, RULE: gl.constexpr, STOCHASTIC: gl.constexpr,
+    P, Q, full, empty, done, ends, across, salts, M, scalars_ptr, seed_ptr,
+    SCALARS: gl.constexpr, RULE: gl.constexpr, STOCHASTIC: gl.constexpr,
     smem: gl.constexpr,
 ):  # fmt: skip
     mma: gl.constexpr = gl.NVMMADistributedLayout(
@@ -281,7 +301,7 @@ def _math(
     seed = gl.load(seed_ptr).to(gl.uint32)
     it = 0
     n = 0
-    for tile in range(gl.program_id(0), e3, gl.num_programs(0)):
+    for tile in range(gl.program_id(0), ends[_GROUPS - 1], gl.num_programs(0)):
         acc = gl.zeros((_BN, _BK), dtype=gl.float32, layout=mma)
         for m in range(0, M, _BM):
             i = it % _SLOTS
@@ -293,112 +313,72 @@ def _math(
         acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
         mbarrier.arrive(empty.index((it + _SLOTS - 1) % _SLOTS), count=1, pred=M > 0)
         # Where this tile begins: matrix, row and column as one 32-bit index, salted.
-        first = gl.where(tile < e0, 0, gl.where(tile < e1, e0, gl.where(tile < e2, e1, e2)))
-        tk = gl.where(tile < e0, k0, gl.where(tile < e1, k1, gl.where(tile < e2, k2, k3)))
-        salt = gl.where(tile < e0, a0, gl.where(tile < e1, a1, gl.where(tile < e2, a2, a3)))
+        first = 0
+        tk = across[0]
+        salt = salts[0]
+        for j in gl.static_range(1, _GROUPS):
+            beyond = tile >= ends[j - 1]
+            first = gl.where(beyond, ends[j - 1], first)
+            tk = gl.where(beyond, across[j], tk)
+            salt = gl.where(beyond, salts[j], salt)
         pitch = tk * _BK
         base = (tile - first) // tk * _BN * pitch + (tile - first) % tk * _BK + salt
         left, right = _halves(acc)
         q0, q1 = _halves(left)
         q2, q3 = _halves(right)
-        _update_chunk(
-            q0,
-            0,
-            base,
-            pitch,
-            it,
-            n,
-            seed,
-            scalars,
-            P,
-            Q,
-            full,
-            done,
-            RULE,
-            STOCHASTIC,
-            smem,
-            chunk,
-        )
-        _update_chunk(
-            q1,
-            1,
-            base,
-            pitch,
-            it,
-            n,
-            seed,
-            scalars,
-            P,
-            Q,
-            full,
-            done,
-            RULE,
-            STOCHASTIC,
-            smem,
-            chunk,
-        )
-        _update_chunk(
-            q2,
-            2,
-            base,
-            pitch,
-            it,
-            n,
-            seed,
-            scalars,
-            P,
-            Q,
-            full,
-            done,
-            RULE,
-            STOCHASTIC,
-            smem,
-            chunk,
-        )
-        _update_chunk(
-            q3,
-            3,
-            base,
-            pitch,
-            it,
-            n,
-            seed,
-            scalars,
-            P,
-            Q,
-            full,
-            done,
-            RULE,
-            STOCHASTIC,
-            smem,
-            chunk,
-        )
+        quarters = (q0, q1, q2, q3)
+        for c in gl.static_range(chunks):
+            _update_chunk(
+                quarters[c], c, base, pitch, it, n, seed, scalars, P, Q, full, done,
+                RULE, STOCHASTIC, smem, chunk,
+            )  # fmt: skip
         it += chunks
         n += chunks
 
 
-_INTEGERS = [f"{name}{j}" for name in "eka" for j in range(GROUPS)] + ["M"]
+@gluon.jit
+def _wait_for_launches_in_front():
+    gl.inline_asm_elementwise(
+        "griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+_INTEGERS = [f"{name}{j}" for name in "eka" for j in range(GROUPS)] + ["M", "behind"]
 
 
 @gluon.jit(do_not_specialize=_INTEGERS)
 def _wgrad_update_hopper_kernel(
-    dy0, x0, w0, m0, v0, dy1, x1, w1, m1, v1, dy2, x2, w2, m2, v2, dy3, x3, w3, m3, v3,
-    e0, e1, e2, e3,  # tiles of all matrices up to and with this one
-    k0, k1, k2, k3,  # tiles across a row of the matrix
-    a0, a1, a2, a3,  # salts, multiples of 256
-    M, scalars_ptr, seed_ptr,
+    dy0, dy1, dy2, dy3, dy4, dy5, dy6, dy7,
+    x0, x1, x2, x3, x4, x5, x6, x7,
+    w0, w1, w2, w3, w4, w5, w6, w7,
+    m0, m1, m2, m3, m4, m5, m6, m7,
+    v0, v1, v2, v3, v4, v5, v6, v7,
+    e0, e1, e2, e3, e4, e5, e6, e7,  # tiles of all matrices up to and with this one
+    k0, k1, k2, k3, k4, k5, k6, k7,  # tiles across a row of the matrix
+    a0, a1, a2, a3, a4, a5, a6, a7,  # salts, multiples of 256
+    M, behind, scalars_ptr, seed_ptr,
     SCALARS: gl.constexpr, RULE: gl.constexpr, STOCHASTIC: gl.constexpr,
 ):  # fmt: skip
-    # The next launch may take each SM as it becomes free; this one reads nothing before the kernels
-    # in front of it, which wrote its operands, have ended.
+    # Launches overlap (programmatic dependent launch): the next one may take each SM as it becomes
+    # free. The first of a chain reads nothing before the kernels in front of it, which wrote its
+    # operands, have ended, and lets no other start before that; so those behind it, whose operands
+    # are as old, need not wait. They wait at their end: a kernel that follows the chain waits for
+    # the last launch alone.
+    if behind == 0:
+        _wait_for_launches_in_front()
     gl.inline_asm_elementwise(
         "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )
-    gl.inline_asm_elementwise(
-        "griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )
-    P = gl.allocate_shared_memory(gl.bfloat16, [_SLOTS, _BM, _BN], dy0.layout)
-    Q = gl.allocate_shared_memory(gl.bfloat16, [_SLOTS, _BM, _BK], x0.layout)
+    dy = (dy0, dy1, dy2, dy3, dy4, dy5, dy6, dy7)
+    x = (x0, x1, x2, x3, x4, x5, x6, x7)
+    w = (w0, w1, w2, w3, w4, w5, w6, w7)
+    m = (m0, m1, m2, m3, m4, m5, m6, m7)
+    v = (v0, v1, v2, v3, v4, v5, v6, v7)
+    ends = (e0, e1, e2, e3, e4, e5, e6, e7)
+    across = (k0, k1, k2, k3, k4, k5, k6, k7)
+    salts = (a0, a1, a2, a3, a4, a5, a6, a7)
+    P = gl.allocate_shared_memory(gl.bfloat16, [_SLOTS, _BM, _BN], dy[0].layout)
+    Q = gl.allocate_shared_memory(gl.bfloat16, [_SLOTS, _BM, _BK], x[0].layout)
     full = gl.allocate_shared_memory(gl.int64, [_SLOTS, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [_SLOTS, 1], mbarrier.MBarrierLayout())
     done = gl.allocate_shared_memory(gl.int64, [_SLOTS, 1], mbarrier.MBarrierLayout())
@@ -406,25 +386,21 @@ def _wgrad_update_hopper_kernel(
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=1)
         mbarrier.init(done.index(i), count=1)
-    smem: gl.constexpr = w0.layout
+    smem: gl.constexpr = w[0].layout
     gl.warp_specialize(
         [
             (_math, (
-                P, Q, full, empty, done, e0, e1, e2, e3, k0, k1, k2, k3, a0, a1, a2, a3, M,
-                scalars_ptr, seed_ptr, SCALARS, RULE, STOCHASTIC, smem,
+                P, Q, full, empty, done, ends, across, salts, M, scalars_ptr, seed_ptr,
+                SCALARS, RULE, STOCHASTIC, smem,
             )),
-            (_loader, (
-                dy0, x0, w0, m0, v0, dy1, x1, w1, m1, v1, dy2, x2, w2, m2, v2, dy3, x3, w3, m3, v3,
-                e0, e1, e2, e3, k0, k1, k2, k3, M, P, Q, full, empty,
-            )),
-            (_storer, (
-                w0, m0, v0, w1, m1, v1, w2, m2, v2, w3, m3, v3,
-                e0, e1, e2, e3, k0, k1, k2, k3, M, P, Q, done, empty,
-            )),
+            (_loader, (dy, x, w, m, v, ends, across, M, P, Q, full, empty)),
+            (_storer, (w, m, v, ends, across, M, P, Q, done, empty)),
         ],
         [1, 1],
         [24, 24],
     )  # fmt: skip
+    if behind != 0:
+        _wait_for_launches_in_front()
 
 
 def _layout(shape: list[int]) -> Any:
@@ -459,42 +435,47 @@ def wgrad_update_hopper(
 ) -> None:
     """As :func:`forge.kernels.wgrad_update.wgrad_update`, for targets that ``supports`` accepts.
 
-    ``dys`` [M, N] and ``xs`` [M, K] have unit inner stride and one M, at least 1; there are at most
-    ``GROUPS`` targets.
+    ``dys`` [M, N] and ``xs`` [M, K] have unit inner stride and one M, at least 1.
     """
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+    device = targets[0].param.device
+    sms = torch.cuda.get_device_properties(device).multi_processor_count
+    with torch.cuda.device(device):
+        for start in range(0, len(targets), GROUPS):
+            group = slice(start, start + GROUPS)
+            tiles, arguments = _arguments(dys[group], xs[group], targets[group])
+            _wgrad_update_hopper_kernel[(min(sms, tiles),)](
+                *arguments,
+                dys[0].shape[0],
+                start,
+                scalars,
+                seed if seed is not None else scalars,
+                SCALARS=scalars.numel(),
+                RULE=gluon_rule(rule),
+                STOCHASTIC=seed is not None,
+                num_warps=8,
+                launch_pdl=True,
+            )
 
-    descriptors: list[Any] = []
-    ends, across, salts, end = [], [], [], 0
-    for j in range(GROUPS):
-        k = min(j, len(targets) - 1)
-        target = targets[k]
-        if j < len(targets):
-            rows, columns = target.param.shape
-            end += triton.cdiv(rows, BN) * (columns // BK)
-            tensors = (dys[k], xs[k], target.param, *target.states)
-            described = [
+
+def _arguments(
+    dys: Sequence[Tensor], xs: Sequence[Tensor], targets: Sequence[Target]
+) -> tuple[int, list[Any]]:
+    """Number of tiles; descriptors and geometry of each matrix, filled up to ``GROUPS``."""
+    described, ends, across, salts, tiles = [], [], [], [], 0
+    for dy, x, target in zip(dys, xs, targets, strict=True):
+        rows, columns = target.param.shape
+        tiles += triton.cdiv(rows, BN) * (columns // BK)
+        ends.append(tiles)
+        across.append(columns // BK)
+        salts.append(target.salt)
+        tensors = (dy, x, target.param, *target.states)
+        described.append(
+            [
                 TensorDescriptor.from_tensor(t, block, layout)
                 for t, block, layout in zip(tensors, _BLOCKS, LAYOUTS, strict=True)
             ]
-        descriptors += described
-        ends.append(end)
-        across.append(target.param.shape[1] // BK)
-        salts.append(target.salt)
-    device = targets[0].param.device
-    programs = min(torch.cuda.get_device_properties(device).multi_processor_count, end)
-    with torch.cuda.device(device):
-        _wgrad_update_hopper_kernel[(programs,)](
-            *descriptors,
-            *ends,
-            *across,
-            *salts,
-            dys[0].shape[0],
-            scalars,
-            seed if seed is not None else scalars,
-            SCALARS=scalars.numel(),
-            RULE=gluon_rule(rule),
-            STOCHASTIC=seed is not None,
-            num_warps=8,
-            launch_pdl=True,
         )
+    arguments = []
+    for column in (*zip(*described, strict=True), ends, across, salts):
+        arguments += [*column, *[column[-1]] * (GROUPS - len(targets))]
+    return tiles, arguments
