@@ -30,7 +30,7 @@ class Slot:
     Args:
         param: the leaf parameter.
         name: for messages.
-        salt: makes this parameter's random bits its own.
+        salt: of its :class:`~forge.kernels.target.Target`.
         clock: the optimizer's clock that counts this parameter's steps.
         owner: the optimizer.
     """

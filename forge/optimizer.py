@@ -94,6 +94,7 @@ class ForgeOptimizer(torch.optim.Optimizer):
         self.rounding = rounding
         self.seed = seed
         self._slots: list[Slot] = []
+        self._salt = 0
         self._members: list[tuple[int, int]] = []  # group and parameter
         self._clocks: list[Clock] = []
         self._names = {id(p): n for n, p in model.named_parameters()} if model is not None else {}
@@ -134,10 +135,11 @@ class ForgeOptimizer(torch.optim.Optimizer):
             clock = clocks.get(param.device)
             if clock is None:
                 clock = clocks[param.device] = Clock(self.rule, group, param.device, self.seed)
-            # An odd multiplier spreads the parameters' index ranges over the 32-bit hash input; the
-            # low byte stays free for the columns of a tile.
-            salt = (len(self._slots) * 0x9E3779B1) % 2**23 * 256
-            slot = Slot(param, name, salt, clock, self)
+            slot = Slot(param, name, self._salt, clock, self)
+            # Every element has a number of its own, up to 2^32 of them; in 256s, so that the low
+            # byte is the column of a tile. As a signed 32-bit number.
+            salt = self._salt + -(-param.numel() // 256) * 256
+            self._salt = (salt + 2**31) % 2**32 - 2**31
             self._slots.append(slot)
             if param.requires_grad:
                 slot.attach(self._queue)

@@ -38,10 +38,8 @@ def apply_rule_reference(
     new_param, new_states = rule.torch(
         param.float(), grad.float(), tuple(s.float() for s in states), tuple(scalars.unbind())
     )
-    for stream, (stored, value) in enumerate(
-        zip((param, *states), (new_param, *new_states), strict=True)
-    ):
-        stored.copy_(round_reference(value, stored.dtype, h, stream))
+    for stored, value in zip((param, *states), (new_param, *new_states), strict=True):
+        stored.copy_(round_reference(value, stored.dtype, h))
 
 
 @triton.jit
@@ -72,10 +70,10 @@ def update_elements(
     h = index
     if STOCHASTIC:
         h = random_bits(index + salt, tl.load(seed_ptr))
-    w = round_to(w, w_ptr.dtype.element_ty, h, 0, STOCHASTIC)
+    w = round_to(w, w_ptr.dtype.element_ty, h, STOCHASTIC)
     tl.store(w_ptr + index, w, mask=mask)
     for j in tl.static_range(len(state_ptrs)):
-        s = round_to(states[j], state_ptrs[j].dtype.element_ty, h, j + 1, STOCHASTIC)
+        s = round_to(states[j], state_ptrs[j].dtype.element_ty, h, STOCHASTIC)
         tl.store(state_ptrs[j] + index, s, mask=mask)
 
 

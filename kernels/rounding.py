@@ -5,6 +5,10 @@ value is ``x`` on average. The bits come from an integer hash of (element index,
 more than the optimizer update itself (FORGE, arXiv 2606.22932, Table 3). torch and Triton draw the
 same bits, so a step is reproducible across both.
 
+All stored values of an element use the same bits, the upper half of its hash: each is unbiased by
+itself, and that the errors of a weight and of its states go together does not matter, since none
+of them enters a later step but through its mean.
+
 The hash multiplies twice, each time folding the upper half of the 64-bit product onto the lower:
 four instructions on a GPU.
 """
@@ -61,48 +65,30 @@ def random_bits(x, seed):
     return tl.where((x & 1) != 0, h * 0x9E3779B1, h)
 
 
-def draw_reference(h: Tensor, stream: int) -> Tensor:
-    """16 random bits of hash ``h`` for stored value ``stream``: 0 the weight, 1, 2 the states."""
-    if stream == 1:
-        return _shift(h, 16)
-    # A third value takes the middle bits: next to no correlation, and no second hash.
-    return (h if stream == 0 else _shift(h, 8)) & 0xFFFF
-
-
-@triton.jit
-def draw(h, stream: tl.constexpr):
-    if stream == 0:
-        return h & 0xFFFF
-    elif stream == 1:
-        return h >> 16
-    else:
-        return (h >> 8) & 0xFFFF
-
-
-def stochastic_bf16_reference(x: Tensor, bits: Tensor) -> Tensor:
-    """Round fp32 ``x`` to bf16 with 16 random ``bits`` (int32, same shape); NaN stays NaN."""
-    rounded = ((x.view(torch.int32) + bits) >> 16).to(torch.int16).view(torch.bfloat16)
+def stochastic_bf16_reference(x: Tensor, h: Tensor) -> Tensor:
+    """Round fp32 ``x`` to bf16 by the upper half of ``h`` (int32, same shape); NaN stays NaN."""
+    rounded = ((x.view(torch.int32) + _shift(h, 16)) >> 16).to(torch.int16).view(torch.bfloat16)
     return torch.where(torch.isnan(x), x.to(torch.bfloat16), rounded)
 
 
 @triton.jit
-def stochastic_bf16(x, bits):
-    rounded = (x.to(tl.uint32, bitcast=True) + bits) >> 16
+def stochastic_bf16(x, h):
+    rounded = (x.to(tl.uint32, bitcast=True) + (h >> 16)) >> 16
     rounded = rounded.to(tl.uint16).to(tl.bfloat16, bitcast=True)
     # A NaN of all ones would carry into the sign bit and come out as -0.
     return tl.where(x == x, rounded, x.to(tl.bfloat16))
 
 
-def round_reference(x: Tensor, dtype: torch.dtype, h: Tensor | None, stream: int) -> Tensor:
+def round_reference(x: Tensor, dtype: torch.dtype, h: Tensor | None) -> Tensor:
     """``x`` (fp32) in ``dtype``: stochastic when ``h`` is given and ``dtype`` is bf16."""
     if h is None or dtype != torch.bfloat16:
         return x.to(dtype)
-    return stochastic_bf16_reference(x, draw_reference(h, stream))
+    return stochastic_bf16_reference(x, h)
 
 
 @triton.jit
-def round_to(x, dtype: tl.constexpr, h, stream: tl.constexpr, STOCHASTIC: tl.constexpr):
+def round_to(x, dtype: tl.constexpr, h, STOCHASTIC: tl.constexpr):
     if STOCHASTIC and dtype == tl.bfloat16:
-        return stochastic_bf16(x, draw(h, stream))
+        return stochastic_bf16(x, h)
     else:
         return x.to(dtype)

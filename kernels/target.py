@@ -26,7 +26,8 @@ class Target:
     Args:
         param: bf16 or fp32, dense: its elements fill a contiguous range of memory.
         states: bf16 or fp32, one dtype for all, the shape and strides of ``param``.
-        salt: a number of this parameter's own, so that parameters draw different random bits.
+        salt: the number of its first element, which every element's random bits depend on; within
+            32 signed bits.
     """
 
     __slots__ = (
