@@ -193,3 +193,4 @@ def test_failed_capture_names_the_method_and_the_cause() -> None:
     optimizer = spec.build(spec.resolve(), model, hyper)
     with pytest.raises(RuntimeError, match="fused AdamW: CUDA graph capture failed"):
         build_step(model, optimizer, spec, hyper, "cuda_graph", make_batches(1, "cuda")[0])
+    assert torch.rand(1, device="cuda").isfinite()  # the generator is out of the capture
