@@ -11,10 +11,11 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor, nn
 
+from forge.kernels.wgrad_auto import check_path
 from forge.linear import ForgeLinear, Slot, fuse_linears, slot_of
 from forge.optim.clock import Clock
 from forge.optim.rules import Rule
-from forge.optim.states import check_format, new_states
+from forge.optim.states import check_format, new_states, state_dtype
 from forge.queue import UpdateQueue, check_single_process
 
 _DTYPES = (torch.bfloat16, torch.float32)
@@ -37,6 +38,7 @@ class Options(TypedDict, total=False):
     states: str
     rounding: str
     seed: int
+    path: str
 
 
 class ForgeOptimizer(torch.optim.Optimizer):
@@ -60,6 +62,9 @@ class ForgeOptimizer(torch.optim.Optimizer):
         rounding: of what is stored in bf16: ``"stochastic"`` (unbiased; small updates are not
             lost) or ``"nearest"``.
         seed: of stochastic rounding.
+        path: how weight gradient and update are computed: ``"auto"`` (by token count and shape,
+            as measured), ``"tiles"``, ``"scratch"`` or ``"hopper"``; see
+            :mod:`forge.kernels.wgrad_auto`.
 
     Raises:
         ValueError: a hyperparameter out of range; a parameter held by another such optimizer.
@@ -80,6 +85,7 @@ class ForgeOptimizer(torch.optim.Optimizer):
         states: str = "auto",
         rounding: str = "stochastic",
         seed: int = 0,
+        path: str = "auto",
     ) -> None:
         check_format(states, rounding)
         _check_hyper(defaults)
@@ -100,11 +106,19 @@ class ForgeOptimizer(torch.optim.Optimizer):
         self._names = {id(p): n for n, p in model.named_parameters()} if model is not None else {}
         self._layers: list[nn.Linear] = []
         self._state: defaultdict[Tensor, Any] = defaultdict(dict)
-        self._queue = UpdateQueue(self.rule, states, rounding == "stochastic", self._state)
+        stochastic = rounding == "stochastic"
+        self._queue = UpdateQueue(self.rule, states, stochastic, path, self._state)
         super().__init__(params, defaults)
         self.state = self._state
         if model is not None:
             self._layers = fuse_linears(model)
+        try:
+            for layer in self._layers:
+                dtype = state_dtype(states, layer.weight)
+                check_path(path, layer.weight, dtype, len(self.rule.states))
+        except ValueError:
+            self.release()
+            raise
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as in ``torch.optim.Optimizer``. Its layers are not fused.

@@ -13,7 +13,7 @@ from torch.autograd.graph import increment_version
 
 from forge.kernels.apply_rule import apply_rule
 from forge.kernels.target import Target
-from forge.kernels.wgrad_update import wgrad_update
+from forge.kernels.wgrad_auto import wgrad_update_auto
 from forge.linear import Factors, Slot
 from forge.optim.rules import Rule
 from forge.optim.states import new_states
@@ -45,15 +45,22 @@ class UpdateQueue:
         rule: the update.
         states: storage format of the states.
         stochastic: stochastic rounding of what is stored in bf16.
+        path: of fused weights, see :mod:`forge.kernels.wgrad_auto`.
         state: the optimizer's state by parameter; filled when a parameter is first updated.
     """
 
     def __init__(
-        self, rule: Rule, states: str, stochastic: bool, state: MutableMapping[Tensor, Any]
+        self,
+        rule: Rule,
+        states: str,
+        stochastic: bool,
+        path: str,
+        state: MutableMapping[Tensor, Any],
     ) -> None:
         self.rule = rule
         self.states = states
         self.stochastic = stochastic
+        self.path = path
         self.state = state
         self._fused = _Waiting()  # weights whose gradient is a product of factors
         self._plain = _Waiting()  # parameters whose gradient exists
@@ -145,7 +152,7 @@ class UpdateQueue:
                     clock.begin()
                 arguments = (batch.targets, clock.scalars, seed, self.rule.update)
                 if waiting is self._fused:
-                    wgrad_update(batch.first, batch.second, *arguments)
+                    wgrad_update_auto(batch.first, batch.second, *arguments, self.path)
                 else:
                     apply_rule(batch.first, *arguments)
             # The kernels write behind autograd's back: a graph that still holds the old weights

@@ -410,20 +410,6 @@ _BLOCKS = ([BM, BN], [BM, BK], [BN, CHUNK], [BN, CHUNK], [BN, CHUNK])
 LAYOUTS = tuple(_layout(block) for block in _BLOCKS)
 
 
-def supports(dy: Tensor, x: Tensor, target: Target) -> bool:
-    """Whether this kernel can update ``target``: bf16, two states, K of 256s, on a Hopper GPU."""
-    param = target.param
-    return (
-        dy.dtype == x.dtype == torch.bfloat16
-        and target.dtypes == (torch.bfloat16, torch.bfloat16)
-        and len(target.states) == 2
-        and param.shape[1] % BK == 0
-        and param.shape[0] % 8 == 0
-        and target.salt % 256 == 0
-        and torch.cuda.get_device_capability(param.device) == (9, 0)
-    )
-
-
 def wgrad_update_hopper(
     dys: Sequence[Tensor],
     xs: Sequence[Tensor],
@@ -432,9 +418,10 @@ def wgrad_update_hopper(
     seed: Tensor | None,
     rule: Dual,
 ) -> None:
-    """As :func:`forge.kernels.wgrad_update.wgrad_update`, for targets that ``supports`` accepts.
+    """As :func:`forge.kernels.wgrad_update.wgrad_update`, for bf16 weights and two bf16 states.
 
-    ``dys`` [M, N] and ``xs`` [M, K] have unit inner stride and one M, at least 1.
+    ``dys`` [M, N] and ``xs`` [M, K] are bf16, with rows aligned to 16 bytes, and have one M, at
+    least 1; N is a multiple of 8, K of 256, and every salt of 256.
     """
     device = targets[0].param.device
     sms = torch.cuda.get_device_properties(device).multi_processor_count

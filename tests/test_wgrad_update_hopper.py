@@ -37,13 +37,12 @@ def clone(t):
 )
 @pytest.mark.parametrize("stochastic", [True, False])
 def test_same_bits_as_the_reference(rule, tokens, shapes, stochastic):
-    from forge.kernels.wgrad_update_hopper import supports, wgrad_update_hopper
+    from forge.kernels.wgrad_update_hopper import wgrad_update_hopper
 
     ours = [target(shape, 256 * (i + 5)) for i, shape in enumerate(shapes)]
     wanted = [clone(t) for t in ours]
     dys = [torch.randn(tokens, n, device="cuda", dtype=torch.bfloat16) for n, _ in shapes]
     xs = [torch.randn(tokens, k, device="cuda", dtype=torch.bfloat16) for _, k in shapes]
-    assert all(map(supports, dys, xs, ours))
     scalars = torch.linspace(1e-3, 2e-3, rule.scalar_count, device="cuda")
     seed = torch.tensor(-123456, dtype=torch.int32, device="cuda") if stochastic else None
     wgrad_update_hopper(dys, xs, ours, scalars, seed, rule.update)

@@ -1,0 +1,181 @@
+"""Weight gradient and optimizer update, by the way that is fastest where it runs.
+
+    dW = dY^T X;  w, states = rule(w, dW, states, scalars)
+
+Three paths, one result up to the order of sums and the rounding of dW:
+
+- ``tiles``: one Triton kernel for many weights (kernels/wgrad_update.py). Any GPU, dtype and shape;
+  takes the host least.
+- ``hopper``: everything overlaps in one Gluon kernel (kernels/wgrad_update_hopper.py). Fastest on
+  the GPU for what it supports; takes the host most.
+- ``scratch``: cuBLAS forms the gradients of a few weights in a scratch buffer of at most
+  ``SCRATCH_ELEMENTS``, an element-wise kernel applies them while they are in L2. The gradient is
+  rounded to the dtype of dY, as in plain torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from forge.kernels.apply_rule import apply_rule
+from forge.kernels.runtime import Dual
+from forge.kernels.target import Target
+from forge.kernels.wgrad_update import wgrad_update
+
+PATHS = ("tiles", "scratch", "hopper")
+# About one layer of Qwen3-0.6B: 32 MB in bf16, which stays in the 50 MB of an H200's L2.
+SCRATCH_ELEMENTS = 2**24
+TABLE = Path(__file__).with_suffix(".json")
+
+
+def check_path(path: str, param: Tensor, state_dtype: torch.dtype | None, states: int) -> None:
+    """Raise ValueError, saying why, when ``path`` cannot update ``param`` [N, K].
+
+    Args:
+        path: ``"auto"`` or one of ``PATHS``.
+        state_dtype: dtype of the parameter's states, and ``states`` their number.
+    """
+    if path not in ("auto", *PATHS):
+        raise ValueError(f"path={path!r}: choose one of auto, {', '.join(PATHS)}")
+    if path == "auto":
+        return
+    if not param.is_cuda:
+        raise ValueError(f"path={path!r} needs a CUDA device; use path='auto' on a CPU")
+    if path == "hopper" and not _fits_hopper(param, (param.dtype, state_dtype), states):
+        raise ValueError(
+            "path='hopper' needs a Hopper GPU, bf16 weights [N, K] with K a multiple of 256 and N "
+            "of 8, and two bf16 states; use path='auto'"
+        )
+
+
+def _fits_hopper(param: Tensor, dtypes: tuple[torch.dtype | None, ...], states: int) -> bool:
+    return (
+        dtypes == (torch.bfloat16, torch.bfloat16)
+        and states == 2
+        and param.shape[1] % 256 == 0
+        and param.shape[0] % 8 == 0
+        and _capability(param.device) == (9, 0)
+    )
+
+
+@cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+@cache
+def _table() -> dict[str, dict[str, list[tuple[int | None, list[str]]]]]:
+    """By capability and situation: up to so many tokens, the paths in order of preference."""
+    return json.loads(TABLE.read_text())
+
+
+def choose_path(dy: Tensor, x: Tensor, target: Target, captured: bool) -> str:
+    """The path for one weight, from the measured table ``wgrad_auto.json``.
+
+    Args:
+        dy, x: [..., N] and [..., K] as given to :func:`wgrad_update_auto`.
+        captured: the launch goes into a CUDA graph, where only the GPU's time counts. Otherwise
+            the host's time counts as much.
+    """
+    param = target.param
+    if not param.is_cuda:
+        return "tiles"
+    major, minor = _capability(param.device)
+    table = _table()
+    ranges = table.get(f"{major}.{minor}", table["other"])["graph" if captured else "eager"]
+    tokens = x.numel() // x.shape[-1]
+    preference = next(paths for limit, paths in ranges if limit is None or tokens <= limit)
+    return next(path for path in preference if path != "hopper" or _hopper(dy, x, target))
+
+
+def _hopper(dy: Tensor, x: Tensor, target: Target) -> bool:
+    return (
+        dy.dtype == x.dtype == torch.bfloat16
+        and x.numel() > 0
+        and target.salt % 256 == 0
+        and _fits_hopper(target.param, target.dtypes, len(target.states))
+    )
+
+
+def wgrad_update_auto(
+    dys: Sequence[Tensor],
+    xs: Sequence[Tensor],
+    targets: Sequence[Target],
+    scalars: Tensor,
+    seed: Tensor | None,
+    rule: Dual,
+    path: str = "auto",
+) -> None:
+    """As :func:`forge.kernels.wgrad_update.wgrad_update`, by ``path``.
+
+    A forced path that cannot take a weight leaves it to the automatic choice; ``check_path`` tells
+    beforehand.
+    """
+    on_gpu = targets[0].param.is_cuda
+    captured = on_gpu and torch.cuda.is_current_stream_capturing()
+    groups: dict[tuple[str, int], list[int]] = {}
+    for i, (dy, x, target) in enumerate(zip(dys, xs, targets, strict=True)):
+        chosen = path
+        if path == "auto" or path == "hopper" and not _hopper(dy, x, target):
+            chosen = choose_path(dy, x, target, captured)
+        # A launch of the Hopper kernel has one token count.
+        tokens = x.numel() // x.shape[-1] if chosen == "hopper" else 0
+        groups.setdefault((chosen, tokens), []).append(i)
+    for (chosen, _), members in groups.items():
+        operands = ([dys[i] for i in members], [xs[i] for i in members])
+        arguments = ([targets[i] for i in members], scalars, seed, rule)
+        if chosen == "tiles":
+            wgrad_update(*operands, *arguments)
+        elif chosen == "scratch":
+            _scratch(*operands, *arguments)
+        else:
+            from forge.kernels.wgrad_update_hopper import wgrad_update_hopper
+
+            rows = [[_rows(t) for t in tensors] for tensors in operands]
+            wgrad_update_hopper(rows[0], rows[1], *arguments)
+
+
+def _rows(t: Tensor) -> Tensor:
+    """``t`` as rows [M, C] that the tensor memory engine can read: aligned to 16 bytes."""
+    t = t.reshape(-1, t.shape[-1])
+    pitch = t.stride(0) * t.element_size()
+    return t if t.stride(1) == 1 and not (pitch | t.data_ptr()) % 16 else t.contiguous()
+
+
+def _scratch(
+    dys: Sequence[Tensor],
+    xs: Sequence[Tensor],
+    targets: Sequence[Target],
+    scalars: Tensor,
+    seed: Tensor | None,
+    rule: Dual,
+) -> None:
+    start = 0
+    while start < len(targets):
+        end, size = start, 0
+        while end < len(targets) and (
+            end == start or size + _numel(targets[end]) <= SCRATCH_ELEMENTS
+        ):
+            size += _numel(targets[end])
+            end += 1
+        scratch = torch.empty(size, dtype=dys[start].dtype, device=dys[start].device)
+        grads = []
+        parts = scratch.split([_numel(target) for target in targets[start:end]])
+        for dy, x, target, part in zip(
+            dys[start:end], xs[start:end], targets[start:end], parts, strict=True
+        ):
+            grad = part.view(target.param.shape)
+            torch.mm(dy.reshape(-1, dy.shape[-1]).t(), x.reshape(-1, x.shape[-1]), out=grad)
+            grads.append(grad)
+        apply_rule(grads, targets[start:end], scalars, seed, rule)
+        start = end
+
+
+def _numel(target: Target) -> int:
+    return target.fields[1]
