@@ -128,17 +128,15 @@ def wgrad_update_auto(
         tokens = x.numel() // x.shape[-1] if chosen == "hopper" else 0
         groups.setdefault((chosen, tokens), []).append(i)
     for (chosen, _), members in groups.items():
-        operands = ([dys[i] for i in members], [xs[i] for i in members])
-        arguments = ([targets[i] for i in members], scalars, seed, rule)
-        if chosen == "tiles":
-            wgrad_update(*operands, *arguments)
-        elif chosen == "scratch":
-            _scratch(*operands, *arguments)
-        else:
-            from forge.kernels.wgrad_update_hopper import wgrad_update_hopper
-
-            rows = [[_rows(t) for t in tensors] for tensors in operands]
-            wgrad_update_hopper(rows[0], rows[1], *arguments)
+        update = {"tiles": wgrad_update, "scratch": _scratch, "hopper": _overlapped}[chosen]
+        update(
+            [dys[i] for i in members],
+            [xs[i] for i in members],
+            [targets[i] for i in members],
+            scalars,
+            seed,
+            rule,
+        )
 
 
 def _rows(t: Tensor) -> Tensor:
@@ -146,6 +144,20 @@ def _rows(t: Tensor) -> Tensor:
     t = t.reshape(-1, t.shape[-1])
     pitch = t.stride(0) * t.element_size()
     return t if t.stride(1) == 1 and not (pitch | t.data_ptr()) % 16 else t.contiguous()
+
+
+def _overlapped(
+    dys: Sequence[Tensor],
+    xs: Sequence[Tensor],
+    targets: Sequence[Target],
+    scalars: Tensor,
+    seed: Tensor | None,
+    rule: Dual,
+) -> None:
+    from forge.kernels.wgrad_update_hopper import wgrad_update_hopper
+
+    dys, xs = [_rows(dy) for dy in dys], [_rows(x) for x in xs]
+    wgrad_update_hopper(dys, xs, targets, scalars, seed, rule)
 
 
 def _scratch(
@@ -156,26 +168,32 @@ def _scratch(
     seed: Tensor | None,
     rule: Dual,
 ) -> None:
-    start = 0
-    while start < len(targets):
-        end, size = start, 0
-        while end < len(targets) and (
-            end == start or size + _numel(targets[end]) <= SCRATCH_ELEMENTS
-        ):
-            size += _numel(targets[end])
-            end += 1
-        scratch = torch.empty(size, dtype=dys[start].dtype, device=dys[start].device)
-        grads = []
-        parts = scratch.split([_numel(target) for target in targets[start:end]])
-        for dy, x, target, part in zip(
-            dys[start:end], xs[start:end], targets[start:end], parts, strict=True
-        ):
-            grad = part.view(target.param.shape)
-            torch.mm(dy.reshape(-1, dy.shape[-1]).t(), x.reshape(-1, x.shape[-1]), out=grad)
-            grads.append(grad)
-        apply_rule(grads, targets[start:end], scalars, seed, rule)
-        start = end
+    chunk: list[int] = []
+    size = 0
+    for i, target in enumerate(targets):
+        numel = target.fields[1]
+        if chunk and size + numel > SCRATCH_ELEMENTS:
+            _scratch_chunk(chunk, dys, xs, targets, scalars, seed, rule)
+            chunk, size = [], 0
+        chunk.append(i)
+        size += numel
+    _scratch_chunk(chunk, dys, xs, targets, scalars, seed, rule)
 
 
-def _numel(target: Target) -> int:
-    return target.fields[1]
+def _scratch_chunk(
+    chunk: list[int],
+    dys: Sequence[Tensor],
+    xs: Sequence[Tensor],
+    targets: Sequence[Target],
+    scalars: Tensor,
+    seed: Tensor | None,
+    rule: Dual,
+) -> None:
+    like = dys[chunk[0]]
+    sizes = [targets[i].fields[1] for i in chunk]
+    scratch = torch.empty(sum(sizes), dtype=like.dtype, device=like.device).split(sizes)
+    grads = [part.view(targets[i].param.shape) for i, part in zip(chunk, scratch, strict=True)]
+    for i, grad in zip(chunk, grads, strict=True):
+        dy, x = dys[i], xs[i]
+        torch.mm(dy.reshape(-1, dy.shape[-1]).t(), x.reshape(-1, x.shape[-1]), out=grad)
+    apply_rule(grads, [targets[i] for i in chunk], scalars, seed, rule)

@@ -8,9 +8,9 @@ from torch import nn
 
 from forge import ForgeAdamW, ForgeLion
 from forge.kernels import wgrad_auto
+from forge.kernels.apply_rule import apply_rule_reference
 from forge.kernels.target import Target
 from forge.kernels.wgrad_auto import PATHS, choose_path, wgrad_update_auto
-from forge.kernels.wgrad_update import wgrad_update_reference
 from forge.optim.rules import ADAMW
 
 
@@ -41,11 +41,14 @@ def test_every_path_gives_the_update(path, tokens, device):
     seed = torch.tensor(7, dtype=torch.int32, device=device)
     wgrad_update_auto(dys, xs, ours, scalars, seed, ADAMW.update, path)
     for dy, x, mine, theirs in zip(dys, xs, ours, wanted, strict=True):
-        wgrad_update_reference(dy, x, theirs, scalars, seed, ADAMW.update)
+        grad = dy.float().t() @ x.float()
+        if path == "scratch":
+            grad = grad.bfloat16()
+        apply_rule_reference(grad, theirs, scalars, seed, ADAMW.update)
         for a, b in zip((mine.param, *mine.states), (theirs.param, *theirs.states), strict=True):
-            # `scratch` rounds the gradient to bf16 first: a unit in the last place, or two.
+            # Sums in another order: a rounding falls the other way now and then, by one unit.
             assert (a.float() - b.float()).abs().max() <= 2**-6 * b.float().abs().max()
-            assert (a != b).float().mean() < (0.3 if path == "scratch" else 5e-3)
+            assert (a != b).float().mean() < 5e-3
 
 
 def test_the_table_has_a_path_for_every_situation():
