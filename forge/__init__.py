@@ -16,6 +16,7 @@ from forge.optimizers import (
     ForgeRMSprop,
     ForgeSGD,
 )
+from forge.train_step import TrainStep
 
 __all__ = [
     "ForgeAdagrad",
@@ -27,5 +28,6 @@ __all__ = [
     "ForgeRAdam",
     "ForgeRMSprop",
     "ForgeSGD",
+    "TrainStep",
     "__version__",
 ]

@@ -71,6 +71,16 @@ class Slot:
         self.node = get_gradient_edge(self.param).node
         self._hook = self.node.register_hook(hook)
 
+    def renew(self, queue: Any) -> None:
+        """Listen anew, on a node that belongs to the current stream.
+
+        The old node goes with the last graph that holds it.
+        """
+        if self._hook is not None:
+            self._hook.remove()
+        self.node = self._hook = None
+        self.attach(queue)
+
     def attached(self) -> bool:
         """Whether the node is still the parameter's.
 

@@ -61,6 +61,7 @@ class UpdateQueue:
         self.states = states
         self.stochastic = stochastic
         self.path = path
+        self.captured = False  # whether a CUDA graph is to replay the launches
         self.state = state
         self._fused = _Waiting()  # weights whose gradient is a product of factors
         self._plain = _Waiting()  # parameters whose gradient exists
@@ -152,7 +153,9 @@ class UpdateQueue:
                     clock.begin()
                 arguments = (batch.targets, clock.scalars, seed, self.rule.update)
                 if waiting is self._fused:
-                    wgrad_update_auto(batch.first, batch.second, *arguments, self.path)
+                    wgrad_update_auto(
+                        batch.first, batch.second, *arguments, self.path, self.captured
+                    )
                 else:
                     apply_rule(batch.first, *arguments)
             # The kernels write behind autograd's back: a graph that still holds the old weights

@@ -7,7 +7,8 @@ as one small int64 array: the first programs of all entries, then the fields of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache, reduce
 from operator import or_
 
@@ -88,11 +89,44 @@ class Table:
         if device.type != "cuda":
             return torch.tensor(values, dtype=torch.int64)
         if torch.cuda.is_current_stream_capturing():
-            raise NotImplementedError(
-                "an update inside a captured CUDA graph: a replay would read this launch's table "
-                "after it is gone; run the step eagerly"
-            )
+            return _captured_table(values, device)
         return _on_gpu(values, device, torch._C._cuda_getCurrentRawStream(device.index))
+
+
+CapturedTables = list[tuple[Tensor, tuple[int, ...]]]
+_captured: CapturedTables | None = None
+
+
+@contextmanager
+def captured_tables() -> Iterator[CapturedTables]:
+    """Collects the tables of launches that a CUDA graph captures inside the block.
+
+    Nothing runs during a capture, so whoever captures fills them afterwards, with
+    :func:`fill_tables`, and keeps them for as long as the graph.
+    """
+    global _captured
+    _captured, before = [], _captured
+    try:
+        yield _captured
+    finally:
+        _captured = before
+
+
+def fill_tables(tables: CapturedTables) -> None:
+    """Write captured tables, once, before the first replay."""
+    for table, values in tables:
+        table.copy_(torch.tensor(values, dtype=torch.int64))
+
+
+def _captured_table(values: tuple[int, ...], device: torch.device) -> Tensor:
+    if _captured is None:
+        raise NotImplementedError(
+            "an update inside a CUDA graph: a replay would read this launch's table after it is "
+            "gone; capture the step with forge.TrainStep"
+        )
+    table = torch.empty(len(values), dtype=torch.int64, device=device)
+    _captured.append((table, values))
+    return table
 
 
 @lru_cache(maxsize=64)

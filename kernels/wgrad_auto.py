@@ -111,14 +111,13 @@ def wgrad_update_auto(
     seed: Tensor | None,
     rule: Dual,
     path: str = "auto",
+    captured: bool = False,
 ) -> None:
     """As :func:`forge.kernels.wgrad_update.wgrad_update`, by ``path``.
 
     A forced path that cannot take a weight leaves it to the automatic choice; ``check_path`` tells
-    beforehand.
+    beforehand. ``captured`` as in :func:`choose_path`.
     """
-    on_gpu = targets[0].param.is_cuda
-    captured = on_gpu and torch.cuda.is_current_stream_capturing()
     groups: dict[tuple[str, int], list[int]] = {}
     for i, (dy, x, target) in enumerate(zip(dys, xs, targets, strict=True)):
         chosen = path
