@@ -12,18 +12,17 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from forge.kernels.target import CapturedTables, captured_tables, fill_tables
+from forge.kernels.target import CapturedTables
 from forge.optimizer import ForgeOptimizer
 
 
 @dataclass(frozen=True)
 class _Graph:
-    """A captured step, and what must live as long: its inputs, loss and launch tables."""
+    """A captured step, with the tensors that it reads and writes."""
 
     graph: torch.cuda.CUDAGraph
     inputs: dict[str, Tensor]
     loss: Tensor
-    tables: CapturedTables
 
 
 class TrainStep:
@@ -33,10 +32,10 @@ class TrainStep:
         loss = step(input_ids=ids, labels=ids)
 
     The first call with inputs of new shapes runs the step eagerly, the second captures it, and
-    from then on it is replayed. Every call is one training step with its own inputs. Learning rate,
-    weight decay and the like, the step count and the rounding seed may change between calls without a
-    new capture; after ``load_state_dict`` or when parameters were moved, frozen or exchanged, the step
-    is captured anew.
+    from then on it is replayed. Every call is one training step with its own inputs. Learning
+    rate, weight decay and the like, the step count and the rounding seed may change between calls
+    without a new capture; after ``load_state_dict`` or when parameters were moved, frozen or
+    exchanged, the step is captured anew.
 
     Args:
         model: called with the keyword arguments of the step. Returns the loss: a scalar tensor, or
@@ -77,6 +76,7 @@ class TrainStep:
         self._layout: list[Any] = []
         self._pool: Any = None
         self._stream: Any = None
+        self._tables: Any = None
 
     def __call__(self, **inputs: Any) -> Tensor:
         """Train one step. Returns the loss, detached; reading its value waits for the GPU.
@@ -99,6 +99,7 @@ class TrainStep:
         layout = self._current_layout()
         if len(layout) != len(self._layout) or not all(map(is_, layout, self._layout)):
             self._graphs.clear()
+            self._tables = None
         key = self._key(inputs)
         if key not in self._graphs:
             if len(self._graphs) >= self.max_graphs:
@@ -203,10 +204,12 @@ class TrainStep:
             if isinstance(value, Tensor)
         }
         graph = torch.cuda.CUDAGraph()
+        if self._tables is None:
+            self._tables = CapturedTables(self._device)
         for clock in self.optimizer._clocks:
             clock.refresh()
         try:
-            with self._on_side_stream(), captured_tables() as tables:
+            with self._on_side_stream(), self._tables.collecting():
                 with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
                     loss = self._step({**inputs, **buffers})
         except Exception as error:
@@ -217,8 +220,8 @@ class TrainStep:
                 f"the step cannot be captured in a CUDA graph: {cause}; use graph=False"
             ) from cause
         self._pool = graph.pool()
-        fill_tables(tables)
-        return _Graph(graph, buffers, loss, tables)
+        self._tables.fill()
+        return _Graph(graph, buffers, loss)
 
     def _abandon(self) -> None:
         """Undo what a broken capture has left in Python; nothing of it ran on the device."""

@@ -89,44 +89,60 @@ class Table:
         if device.type != "cuda":
             return torch.tensor(values, dtype=torch.int64)
         if torch.cuda.is_current_stream_capturing():
-            return _captured_table(values, device)
+            if CapturedTables._active is None:
+                raise NotImplementedError(
+                    "an update inside a CUDA graph: a replay would read this launch's table after "
+                    "it is gone; capture the step with forge.TrainStep"
+                )
+            return CapturedTables._active.add(values)
         return _on_gpu(values, device, torch._C._cuda_getCurrentRawStream(device.index))
 
 
-CapturedTables = list[tuple[Tensor, tuple[int, ...]]]
-_captured: CapturedTables | None = None
+class CapturedTables:
+    """Where the tables of launches go that a CUDA graph captures: one array that outlives it.
 
+    Nothing runs during a capture, so the tables are written afterwards, once, by :meth:`fill`. They
+    do not lie in the graph's own memory, where a replay would overwrite them with what lay there
+    before.
 
-@contextmanager
-def captured_tables() -> Iterator[CapturedTables]:
-    """Collects the tables of launches that a CUDA graph captures inside the block.
-
-    Nothing runs during a capture, so whoever captures fills them afterwards, with
-    :func:`fill_tables`, and keeps them for as long as the graph.
+    Args:
+        device: of the launches.
+        entries: int64 numbers that fit in.
     """
-    global _captured
-    _captured, before = [], _captured
-    try:
-        yield _captured
-    finally:
-        _captured = before
 
+    _active: CapturedTables | None = None
 
-def fill_tables(tables: CapturedTables) -> None:
-    """Write captured tables, once, before the first replay."""
-    for table, values in tables:
-        table.copy_(torch.tensor(values, dtype=torch.int64))
+    def __init__(self, device: torch.device, entries: int = 2**19) -> None:
+        self.memory = torch.zeros(entries, dtype=torch.int64, device=device)
+        self.values: list[int] = []
+        self.filled = 0
 
+    def add(self, values: tuple[int, ...]) -> Tensor:
+        start = len(self.values)
+        # Each from an address that is a multiple of 16 bytes, as the kernels are compiled for.
+        self.values += (*values, *([0] * (len(values) % 2)))
+        if len(self.values) > self.memory.numel():
+            del self.values[start:]
+            raise RuntimeError(
+                f"the launch tables of the captured steps exceed {self.memory.nbytes >> 20} MiB: "
+                "capture fewer shapes, or use graph=False"
+            )
+        return self.memory[start : start + len(values)]
 
-def _captured_table(values: tuple[int, ...], device: torch.device) -> Tensor:
-    if _captured is None:
-        raise NotImplementedError(
-            "an update inside a CUDA graph: a replay would read this launch's table after it is "
-            "gone; capture the step with forge.TrainStep"
-        )
-    table = torch.empty(len(values), dtype=torch.int64, device=device)
-    _captured.append((table, values))
-    return table
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
+        """Inside the block, captured launches put their tables here."""
+        CapturedTables._active, before = self, CapturedTables._active
+        try:
+            yield
+        finally:
+            CapturedTables._active = before
+
+    def fill(self) -> None:
+        """Write the tables added since the last time."""
+        new = torch.tensor(self.values[self.filled :], dtype=torch.int64)
+        self.memory[self.filled : len(self.values)].copy_(new)
+        self.filled = len(self.values)
 
 
 @lru_cache(maxsize=64)
