@@ -99,7 +99,7 @@ class TrainStep:
         layout = self._current_layout()
         if len(layout) != len(self._layout) or not all(map(is_, layout, self._layout)):
             self._graphs.clear()
-            self._tables = None
+            self._pool = self._tables = None
         key = self._key(inputs)
         if key not in self._graphs:
             if len(self._graphs) >= self.max_graphs:
