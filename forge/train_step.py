@@ -114,9 +114,7 @@ class TrainStep:
             self._graphs[key] = None
             self._layout = self._current_layout()
             return loss
-        captured = self._graphs[key]
-        if captured is None:
-            captured = self._graphs[key] = self._capture(inputs)
+        captured = self._graphs[key] = self._graphs[key] or self._capture(inputs)
         for name, buffer in captured.inputs.items():
             buffer.copy_(inputs[name], non_blocking=True)
         for clock in self.optimizer._clocks:
@@ -125,6 +123,18 @@ class TrainStep:
         # Graphs that still hold the old weights must not be differentiated.
         increment_version([slot.param for slot in self.optimizer._slots])
         return captured.loss.clone()
+
+    def capture(self, **inputs: Any) -> None:
+        """Capture the step for inputs like these now, without training, not at the next call.
+
+        Raises:
+            RuntimeError: they have not run eagerly yet, which the first call does; there are no
+                graphs here; or the step cannot be captured.
+        """
+        key = self._key(inputs)
+        if key not in self._graphs:
+            raise RuntimeError("capture(): call the step once with inputs of these shapes first")
+        self._graphs[key] = self._graphs[key] or self._capture(inputs)
 
     def _step(self, inputs: Mapping[str, Any]) -> Tensor:
         loss = self._loss(self.model(**inputs))
@@ -216,8 +226,9 @@ class TrainStep:
             self._abandon()
             # Ending a broken capture raises too; what broke it is that error's context.
             cause = error.__context__ or error
+            reason = str(cause).partition("\n")[0]
             raise RuntimeError(
-                f"the step cannot be captured in a CUDA graph: {cause}; use graph=False"
+                f"the step cannot be captured in a CUDA graph: {reason}; use graph=False"
             ) from cause
         self._pool = graph.pool()
         self._tables.fill()

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from forge import ForgeOptimizer, TrainStep
 from forge.harness.memory import reachable_tensors
 from forge.optim.spec import Hyper, OptimizerSpec
 
@@ -70,7 +71,11 @@ def build_step(
         spec.train(optimizer, loss, hyper)
         return loss.detach()
 
-    return _capture(step, model, optimizer, spec, example) if captured else step
+    if not captured:
+        return step
+    if isinstance(optimizer, ForgeOptimizer):
+        return _capture_forge(model, optimizer, example)
+    return _capture(step, model, optimizer, spec, example)
 
 
 def _check_capturable(model: nn.Module, spec: OptimizerSpec, hyper: Hyper, execution: str) -> None:
@@ -85,6 +90,11 @@ def _check_capturable(model: nn.Module, spec: OptimizerSpec, hyper: Hyper, execu
         raise UnsupportedExecution(
             f"execution={execution}: the step of {spec.method} cannot be captured{limits}; "
             "use execution=eager"
+        )
+    if execution.startswith("compile") and spec.target.startswith("forge:"):
+        raise UnsupportedExecution(
+            f"execution={execution}: the compiler does not trace layers that update in backward; "
+            "use execution=cuda_graph"
         )
     if not hyper.capturable:
         raise UnsupportedExecution(
@@ -103,21 +113,15 @@ class GraphStep:
             allocator sees, so this is the peak of a step.
     """
 
-    graph: torch.cuda.CUDAGraph
-    buffers: Batch
-    loss: Tensor
+    replay: Step
+    shapes: dict[str, tuple[int, ...]]
     peak_bytes: int
-    owners: tuple[Any, ...]
 
     def __call__(self, batch: Batch) -> Tensor:
-        shapes = {name: tuple(tensor.shape) for name, tensor in batch.items()}
-        expected = {name: tuple(buffer.shape) for name, buffer in self.buffers.items()}
-        if shapes != expected:
-            raise ValueError(f"batch has shapes {shapes}, the graph was captured for {expected}")
-        for name, buffer in self.buffers.items():
-            buffer.copy_(batch[name], non_blocking=True)
-        self.graph.replay()
-        return self.loss
+        shapes = _shapes(batch)
+        if shapes != self.shapes:
+            raise ValueError(f"batch has shapes {shapes}, the graph was captured for {self.shapes}")
+        return self.replay(batch)
 
 
 def _capture(
@@ -143,7 +147,29 @@ def _capture(
             raise cause from None
         raise RuntimeError(f"{spec.method}: CUDA graph capture failed: {cause}") from cause
     peak = torch.cuda.max_memory_allocated(device)
-    return GraphStep(graph, buffers, loss, peak, (model, optimizer))
+
+    def replay(batch: Batch, _alive: tuple[Any, ...] = (model, optimizer)) -> Tensor:
+        for name, buffer in buffers.items():
+            buffer.copy_(batch[name], non_blocking=True)
+        graph.replay()
+        return loss
+
+    return GraphStep(replay, _shapes(example), peak)
+
+
+def _shapes(batch: Batch) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in batch.items()}
+
+
+def _capture_forge(model: nn.Module, optimizer: ForgeOptimizer, example: Batch) -> GraphStep:
+    device = next(model.parameters()).device
+    train_step = TrainStep(model, optimizer)
+    with restored(model, optimizer):
+        train_step(**example)
+    torch.cuda.reset_peak_memory_stats(device)
+    train_step.capture(**example)
+    peak = torch.cuda.max_memory_allocated(device)
+    return GraphStep(lambda batch: train_step(**batch), _shapes(example), peak)
 
 
 def _recover(stream: torch.cuda.Stream) -> None:

@@ -32,6 +32,7 @@ SPECS = tuple(
         licence="Apache-2.0",
         states=states,
         limits=_LIMITS,
+        capturable=True,
     )
     for states in ("bf16", "fp32")
 )

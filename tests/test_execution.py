@@ -145,15 +145,25 @@ def test_graphs_need_a_capturable_method() -> None:
     model = make_model("cuda")
     refuse("adamw", "cuda_graph", replace(HYPER, capturable=True), model, "vanilla AdamW cannot")
     refuse("adamw-fused", "cuda_graph", HYPER, model, "capturable=True")
+    refuse(
+        "forge-bf16", "compile+cuda_graph", replace(HYPER, capturable=True), model, "in backward"
+    )
 
 
 @cuda_only
-@pytest.mark.parametrize("execution", ["cuda_graph", "compile+cuda_graph"])
-def test_graph_trains_like_eager_from_step_one(execution: str) -> None:
+@pytest.mark.parametrize(
+    ("key", "execution"),
+    [
+        ("adamw-fused", "cuda_graph"),
+        ("adamw-fused", "compile+cuda_graph"),
+        ("forge-fp32", "cuda_graph"),
+    ],
+)
+def test_graph_trains_like_eager_from_step_one(key: str, execution: str) -> None:
     hyper = replace(HYPER, capturable=True)
     batches = make_batches(6, "cuda")
-    losses, model = train("adamw-fused", "eager", make_model("cuda"), hyper, batches)
-    graph_losses, graphed = train("adamw-fused", execution, make_model("cuda"), hyper, batches)
+    losses, model = train(key, "eager", make_model("cuda"), hyper, batches)
+    graph_losses, graphed = train(key, execution, make_model("cuda"), hyper, batches)
     # Step 1 starts from the given weights: warm-up left no trace.
     assert graph_losses == pytest.approx(losses, rel=1e-4)
     assert largest_difference(model, graphed) < 0.2 * HYPER.lr
