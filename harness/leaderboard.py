@@ -86,9 +86,9 @@ def measured_row(record: Record) -> dict[str, Any]:
         source="measured",
         source_ref="",
         date=record.date[:10],
-        torch=env.get("torch", ""),
-        triton=env.get("triton", ""),
-        commit=env.get("commit", "") + ("-dirty" if env.get("dirty") else ""),
+        torch=str(env.get("torch") or ""),
+        triton=str(env.get("triton") or ""),
+        commit=str(env.get("commit") or "") + ("-dirty" if env.get("dirty") else ""),
         attention=record.attention or record.attention_request,
     )
     return {column: raw[column] for column in COLUMNS}

@@ -41,7 +41,7 @@ OWN_COLOURS = (
     "<style>svg{color:#1f2328}@media(prefers-color-scheme:dark){svg{color:#e6edf3}}</style>"
 )
 # Where a number may stand, in points from its mark, the best place first.
-OFFSETS = ((8, 7), (8, -7), (-8, 7), (-8, -7), (0, 10), (0, -10), (11, 0), (-11, 0))
+OFFSETS = ((8, 8), (8, -8), (-8, 8), (-8, -8), (0, 11), (0, -11), (11, 0), (-11, 0))
 PRECISION_BYTES = {"bf16": 2, "fp32": 4}
 
 
@@ -68,11 +68,13 @@ def latency_memory(rows: Sequence[Record]) -> str | None:
     points = [(record.latency_ms or 0.0, record.peak_memory_gib or 0.0) for record in timed]
     with rc_context(STYLE):
         figure, axes = _figure(4.4)
-        for colour, (way, mark) in zip(COLOURS, MARKS.items(), strict=False):
+        ways = dict.fromkeys((*MARKS, *(record.execution for record in timed)))
+        for i, way in enumerate(ways):
             these = [p for p, record in zip(points, timed, strict=True) if record.execution == way]
             if these:
                 xs, ys = zip(*these, strict=True)
-                axes.scatter(xs, ys, c=colour, marker=mark, s=46, label=way)
+                look: Any = dict(color=COLOURS[i % len(COLOURS)], marker=MARKS.get(way, "X"))
+                axes.scatter(xs, ys, s=46, label=way, **look)
         front = pareto_front(points)
         stairs = zip(*(points[i] for i in front), strict=True)
         axes.step(*stairs, where="post", color=INK, lw=1, ls=":", zorder=0)
@@ -126,16 +128,19 @@ def memory_parts(record: Record) -> dict[str, float] | None:
     Weights are ``params`` in ``precision``, states and gradients as recorded. Gradients are those
     that exist when the optimizer's step begins; where they were not recorded they are in the rest.
     """
-    if record.peak_memory_gib is None or not record.params or record.state_bytes is None:
+    size = PRECISION_BYTES.get(record.precision)
+    if record.peak_memory_gib is None or record.state_bytes is None:
+        return None
+    if record.params is None or size is None:
         return None
     parts = {
-        "weights": record.params * PRECISION_BYTES[record.precision] / GIB,
+        "weights": record.params * size / GIB,
         "states": record.state_bytes / GIB,
         "gradients": (record.grad_bytes or 0) / GIB,
     }
     # Of runs that timed a row where its gate had left a model (0.06 GiB are cuBLAS workspaces).
-    left = record.gate_detail.get("left_gib") or 0.0
-    if left > 0.1:
+    left = record.gate_detail.get("left_gib")
+    if isinstance(left, float) and left > 0.1:
         parts["left from the gate"] = left
     rest = record.peak_memory_gib - sum(parts.values())
     name = (
@@ -192,16 +197,15 @@ def _figure(height: float) -> tuple[Figure, Axes]:
 def _number_points(axes: Axes, points: Sequence[tuple[float, float]]) -> None:
     """Write 1, 2, 3 ... beside ``points``, where neither a point nor another number is."""
     pixels = axes.transData.transform(points)
+    per_point = axes.figure.dpi / 72
     taken = [tuple(pixel) for pixel in pixels]
-    for i, (x, y) in enumerate(pixels):
-
-        def clearance(offset: tuple[int, int], x: float = x, y: float = y, i: int = i) -> float:
-            spot = (x + 1.4 * offset[0], y + 1.4 * offset[1])
-            return min(math.dist(spot, other) for j, other in enumerate(taken) if j != i)
-
-        offset = max(OFFSETS, key=lambda offset: min(clearance(offset), 14.0))
-        taken.append((x + 1.4 * offset[0], y + 1.4 * offset[1]))
-        axes.annotate(str(i + 1), points[i], offset, textcoords="offset points",
+    for number, ((x, y), point) in enumerate(zip(pixels, points, strict=True), start=1):
+        spots = [(x + dx * per_point, y + dy * per_point) for dx, dy in OFFSETS]
+        # Beyond 14 pixels one place is as good as another: the first of them.
+        room = [min(14.0, *(math.dist(spot, other) for other in taken)) for spot in spots]
+        best = room.index(max(room))
+        taken.append(spots[best])
+        axes.annotate(str(number), point, OFFSETS[best], textcoords="offset points",
                       ha="center", va="center", fontsize=8)  # fmt: skip
 
 

@@ -112,10 +112,13 @@ def markdown(frame: pd.DataFrame, run_id: str) -> str:
         & frame["latency_ms"].notna()
     ]
     published = published.drop_duplicates("method").set_index("method")
-    lines = [
+    what = (
         f"{first['model']}, batch {first['batch']}, sequence {first['seq']}, {first['precision']}, "
         f"one {first['hardware']}, torch {first['torch']}, {first['date']}, commit "
-        f"{first['commit']} (run `{run_id}`).",
+        f"{first['commit']}"
+    )
+    lines = [
+        f"{cell(what)} (run `{cell(run_id.replace('`', ' '))}`).",
         "",
         "| rank | method | states | model kernels | execution | ms / step | p20 to p80 | peak GiB "
         "| state B/param | tokens/s | published ms / GiB | notes |",
@@ -148,8 +151,9 @@ def _markdown_row(rank: str, row: dict[str, Any], published: pd.DataFrame) -> st
 
 
 def cell(text: str) -> str:
-    """``text`` on one line, where nothing in it is a table's border or a tag."""
-    return html.escape(" ".join(text.split()), quote=False).replace("|", "/")
+    """``text`` on one line, where nothing in it is a table's border, a tag or a link."""
+    text = html.escape(" ".join(text.split()), quote=False)
+    return text.replace("|", "/").replace("[", "\\[")
 
 
 def published_markdown(frame: pd.DataFrame) -> str:
