@@ -85,13 +85,17 @@ class Record:
             raise ValueError(f"status must be one of {', '.join(STATUSES)}, got {self.status!r}")
         for name, kinds in _KINDS.items():
             value = getattr(self, name)
-            if not isinstance(value, kinds) or isinstance(value, bool):
+            if not _is(value, kinds):
                 raise TypeError(f"{name} must be {kinds[0].__name__}, got {value!r:.60}")
         for name in ("samples_ms", "warmup_ms", "slow_steps"):
-            if not all(type(item) in (int, float) for item in getattr(self, name)):
+            if not all(_is(item, (int, float)) for item in getattr(self, name)):
                 raise TypeError(f"{name} must be numbers")
         if self.latency_ms is not None and (self.status != "ok" or self.gate != "pass"):
             raise ValueError(f"{self.row}: a latency needs status ok and gate pass")
+
+
+def _is(value: Any, kinds: tuple[type, ...]) -> bool:
+    return isinstance(value, kinds) and not isinstance(value, bool)
 
 
 def _kinds(hint: Any) -> tuple[type, ...]:
