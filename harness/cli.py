@@ -79,7 +79,8 @@ def main() -> None:
     except OSError as error:
         typer.echo(f"forge-bench: {error}", err=True)
         sys.exit(1)
-    except typer.Abort:
+    except (typer.Abort, KeyboardInterrupt):
+        typer.echo("forge-bench: interrupted", err=True)
         sys.exit(130)
 
 

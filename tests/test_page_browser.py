@@ -159,6 +159,10 @@ def test_hostile_and_published_records_open(tab):
 def test_nothing_sticks_out(tab, width):
     tab.set_viewport_size({"width": width, "height": 800})
     assert tab.evaluate("document.documentElement.scrollWidth") <= width
+    region = tab.locator(".scroll")
+    if width != 320:
+        fits = region.evaluate("e => e.scrollWidth <= e.clientWidth")
+        assert fits, "the table must be scrolled sideways"
     tab.locator(".row button").first.click()
     assert tab.evaluate("document.querySelector('dialog').scrollWidth") <= width
     box = tab.locator("dialog").bounding_box()
