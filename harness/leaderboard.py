@@ -110,14 +110,25 @@ def published_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def load_runs(runs: Path) -> tuple[list[Record], list[str]]:
-    """Records of every run under ``runs``, oldest run first, and messages about damaged lines."""
+    """Records of every run under ``runs``, oldest run first, and messages about damaged lines.
+
+    A folder with a run that an earlier one has (a copy) is named and left out: its records would
+    count as more passes.
+    """
     found: list[Record] = []
-    damaged: list[str] = []
+    messages: list[str] = []
+    homes: dict[str, Path] = {}
     for file in sorted(runs.glob(f"*/{records.RECORDS_FILE}")):
-        these, messages = records.load(file.parent)
+        these, damaged = records.load(file.parent)
+        messages += damaged
+        ids = set(records.by_run(these))
+        copied = next((homes[run_id] for run_id in ids if run_id in homes), None)
+        if copied is not None:
+            messages.append(f"{file.parent}: ignored, {copied} has the same run")
+            continue
+        homes |= dict.fromkeys(ids, file.parent)
         found += these
-        damaged += messages
-    return found, damaged
+    return found, messages
 
 
 def table(rows: Iterable[dict[str, Any]]) -> pd.DataFrame:

@@ -67,9 +67,10 @@ def draw(rows: Sequence[Record]) -> list[Plot]:
 def _comparable(rows: Sequence[Record]) -> dict[tuple[str, ...], list[Record]]:
     groups: dict[tuple[str, ...], list[Record]] = {}
     for r in rows:
-        commit, torch = (str(r.environment.get(name) or "?") for name in ("commit", "torch"))
-        key = (r.model, f"batch {r.batch}", r.precision, r.hardware, f"torch {torch}", commit)
-        groups.setdefault(key, []).append(r)
+        made = leaderboard.measured_row(r)
+        if made["commit"]:  # what is of an unknown commit compares with nothing
+            key = (r.model, f"batch {r.batch}", r.precision, r.hardware, f"torch {made['torch']}")
+            groups.setdefault((*key, made["commit"]), []).append(r)
     return groups
 
 

@@ -92,6 +92,8 @@ class Record:
                 raise TypeError(f"{name} must be numbers")
         if self.latency_ms is not None and (self.status != "ok" or self.gate != "pass"):
             raise ValueError(f"{self.row}: a latency needs status ok and gate pass")
+        if self.latency_ms is not None and self.latency_ms <= 0:
+            raise ValueError(f"{self.row}: latency_ms must be positive, got {self.latency_ms}")
 
 
 def _is(value: Any, kinds: tuple[type, ...]) -> bool:

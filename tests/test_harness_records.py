@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 
 import pandas as pd
 import pytest
@@ -96,6 +97,7 @@ def test_a_line_that_is_no_record_is_reported(tmp_path, line):
     "changes",
     [
         {"latency_ms": "fast"},
+        {"latency_ms": 0.0},
         {"samples_ms": [1.0, "2"]},
         {"samples_ms": 3},
         {"method": None},
@@ -227,6 +229,14 @@ def test_one_bad_repeat_is_not_hidden(tmp_path, published):
     save(tmp_path / "runs", make_record(), bad)
     row = regenerate(tmp_path, published)[0].iloc[0]
     assert (row["status"], row["notes"]) == ("failed", "why") and pd.isna(row["latency_ms"])
+
+
+def test_a_copied_run_does_not_count_twice(tmp_path, published):
+    save(tmp_path / "runs", make_record())
+    shutil.copytree(tmp_path / "runs" / "2026-01-02_run", tmp_path / "runs" / "2026-01-02_run_copy")
+    frame, messages = regenerate(tmp_path, published)
+    assert frame.iloc[0]["steps"] == 3 and pd.isna(frame.iloc[0]["notes"])
+    assert len(messages) == 1 and "2026-01-02_run_copy: ignored" in messages[0]
 
 
 def test_damaged_records_are_reported(tmp_path, published):

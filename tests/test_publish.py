@@ -246,6 +246,8 @@ def test_memory_parts_add_up_to_the_peak(real):
         ({"hardware": "H100"}, False),
         ({"batch": 4}, False),
         ({"environment": {"commit": "another", "torch": "2.11.0"}}, False),
+        ({"environment": {"commit": "d1e63e00f", "torch": "2.12.0"}}, False),
+        ({"environment": {"commit": "d1e63e00f", "torch": "2.11.0", "dirty": True}}, False),
     ],
 )
 def test_lengths_are_joined_only_where_they_compare(tmp_path, real, changes, drawn):
