@@ -164,7 +164,7 @@ def _table(found: list[Comparison], title: str) -> Table:
         view.add_column(name)
     for name in ("A ms", "B ms", "B / A", "range of B / A", "memory B / A"):
         view.add_column(name, justify="right")
-    for name in ("B is", "spread from (A, B)"):
+    for name in ("B is", "spread from A / B"):
         view.add_column(name)
     for c in found:
         cells: list[Any] = [
@@ -176,7 +176,7 @@ def _table(found: list[Comparison], title: str) -> Table:
             f"{c.ratio_low:.3f} to {c.ratio_high:.3f}",
             "" if c.memory_ratio is None else f"{c.memory_ratio:.3f}",
             c.verdict + (", by one pass" if c.one_pass and c.verdict != "within noise" else ""),
-            f"{c.a.source}, {c.b.source}",
+            " / ".join(dict.fromkeys((c.a.source, c.b.source))),
         ]
         view.add_row(*cells, style="dim" if c.verdict == "within noise" else None)
     return view
