@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
+import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from forge.harness import records, timing
+from forge.harness import noise, records, timing
+from forge.harness.files import write_atomically
 from forge.harness.records import Record
 
 COLUMNS = (
@@ -36,17 +36,21 @@ DIGITS = {
 
 
 def merge_repeats(found: Sequence[Record]) -> list[Record]:
-    """One record a row of each run: samples of repeated passes are pooled.
+    """One record a row of each run: the latency is the median of the passes' medians, percentiles
+    are of all their steps. The note of the row that tells the run's drift says so.
 
     A row is ``ok`` only if every pass was; otherwise its first pass that was not stands for it.
     """
-    groups: dict[tuple[str, str], list[Record]] = {}
-    for record in found:
-        groups.setdefault((record.run_id, record.row), []).append(record)
-    return [_pool(group) for group in groups.values()]
+    pooled = []
+    for run in records.by_run(found).values():
+        told, drift = noise.witness(run), noise.drift_pct(run)
+        for row, group in records.by_row(run).items():
+            note = noise.drift_note(drift) if drift and told[0].row == row else ""
+            pooled.append(_pool(group, note))
+    return pooled
 
 
-def _pool(group: list[Record]) -> Record:
+def _pool(group: list[Record], note: str) -> Record:
     bad = [record for record in group if record.status != "ok"]
     if bad:
         return bad[0]
@@ -54,9 +58,12 @@ def _pool(group: list[Record]) -> Record:
     if len(group) == 1:
         return first
     samples = [sample for record in group for sample in record.samples_ms]
-    p20, p50, p80 = timing.quantiles(samples)
-    medians = ", ".join(f"{record.latency_ms:.4g}" for record in group)
-    ratio = (first.latency_ms or p50) / p50
+    p20, _, p80 = timing.quantiles(samples)
+    medians = noise.pass_medians(group)
+    p50 = statistics.median(medians)
+    passes = f"{len(group)} passes: {', '.join(f'{median:.4g}' for median in medians)} ms"
+    notes = [first.notes, passes, note]
+    ratio = medians[0] / p50
     return replace(
         first,
         samples_ms=samples,
@@ -67,7 +74,7 @@ def _pool(group: list[Record]) -> Record:
         peak_memory_gib=max(record.peak_memory_gib or 0.0 for record in group),
         tokens_per_s=first.tokens_per_s and first.tokens_per_s * ratio,
         mfu_pct=first.mfu_pct and first.mfu_pct * ratio,
-        notes="; ".join(filter(None, [first.notes, f"{len(group)} passes: {medians} ms"])),
+        notes="; ".join(filter(None, notes)),
     )
 
 
@@ -79,9 +86,9 @@ def measured_row(record: Record) -> dict[str, Any]:
         source="measured",
         source_ref="",
         date=record.date[:10],
-        torch=env.get("torch", ""),
-        triton=env.get("triton", ""),
-        commit=env.get("commit", "") + ("-dirty" if env.get("dirty") else ""),
+        torch=str(env.get("torch") or ""),
+        triton=str(env.get("triton") or ""),
+        commit=str(env.get("commit") or "") + ("-dirty" if env.get("dirty") else ""),
         attention=record.attention or record.attention_request,
     )
     return {column: raw[column] for column in COLUMNS}
@@ -103,14 +110,25 @@ def published_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def load_runs(runs: Path) -> tuple[list[Record], list[str]]:
-    """Records of every run under ``runs``, oldest run first, and messages about damaged lines."""
+    """Records of every run under ``runs``, oldest run first, and messages about damaged lines.
+
+    A folder with a run that an earlier one has (a copy) is named and left out: its records would
+    count as more passes.
+    """
     found: list[Record] = []
-    damaged: list[str] = []
+    messages: list[str] = []
+    homes: dict[str, Path] = {}
     for file in sorted(runs.glob(f"*/{records.RECORDS_FILE}")):
-        these, messages = records.load(file.parent)
+        these, damaged = records.load(file.parent)
+        messages += damaged
+        ids = set(records.by_run(these))
+        copied = next((homes[run_id] for run_id in ids if run_id in homes), None)
+        if copied is not None:
+            messages.append(f"{file.parent}: ignored, {copied} has the same run")
+            continue
+        homes |= dict.fromkeys(ids, file.parent)
         found += these
-        damaged += messages
-    return found, damaged
+    return found, messages
 
 
 def table(rows: Iterable[dict[str, Any]]) -> pd.DataFrame:
@@ -126,29 +144,36 @@ def table(rows: Iterable[dict[str, Any]]) -> pd.DataFrame:
     return frame.sort_values(keys, na_position="last", kind="stable", ignore_index=True)
 
 
-def write(runs: Path, published: Path, target: Path, include_cpu: bool = False) -> list[str]:
-    """Regenerate ``target`` in one step (readers see the old file or the new one).
+@dataclass(frozen=True)
+class Board:
+    """What a folder of runs says.
+
+    Attributes:
+        passes: every record, one a row and pass.
+        rows: one record a row (:func:`merge_repeats`).
+        frame: the leaderboard (:func:`table`), published rows included.
+        damaged: a message for every line that could not be read.
+    """
+
+    passes: list[Record]
+    rows: list[Record]
+    frame: pd.DataFrame
+    damaged: list[str]
+
+
+def read(runs: Path, published: Path, include_cpu: bool = False) -> Board:
+    """The leaderboard of every run under ``runs`` and of the file ``published``.
 
     Args:
         include_cpu: keep rows that were measured on a CPU; they say nothing about a GPU.
-
-    Returns:
-        Messages about damaged lines.
     """
     found, damaged = load_runs(runs)
-    kept = [record for record in merge_repeats(found) if record.gpu_count or include_cpu]
-    frame = table([*map(measured_row, kept), *published_rows(published)])
-    write_atomically(target, frame.to_csv(index=False, lineterminator="\n"))
-    return damaged
+    passes = [record for record in found if record.gpu_count or include_cpu]
+    rows = merge_repeats(passes)
+    frame = table([*map(measured_row, rows), *published_rows(published)])
+    return Board(passes, rows, frame, damaged)
 
 
-def write_atomically(target: Path, text: str) -> None:
-    """Replace ``target`` by ``text``; on an error the old file stays."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as folder:
-        fresh = Path(folder) / target.name
-        with fresh.open("w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(fresh, target)
+def write(board: Board, target: Path) -> None:
+    """Write ``leaderboard.csv`` in one step (readers see the old file or the new one)."""
+    write_atomically(target, board.frame.to_csv(index=False, lineterminator="\n"))

@@ -96,6 +96,35 @@ def _cell_contents(cell: Any) -> Any:
         return None
 
 
+class GradientMeter:
+    """Most bytes of gradients that exist when an optimizer's ``step()`` begins.
+
+    They are then all in memory beside weights and states, so the three add up to no more than the
+    peak. For the first step only: :meth:`stop` removes the hook before anything is timed.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.parameters = list(model.parameters())
+        self.most = 0
+        self.hook: Any = None
+
+    def watch(self, optimizer: Any) -> None:
+        """Look before every step of ``optimizer``, if it is a :class:`torch.optim.Optimizer`."""
+        if isinstance(optimizer, torch.optim.Optimizer):
+            self.hook = optimizer.register_step_pre_hook(self._look)
+
+    def _look(self, *_: Any) -> None:
+        held = (p.grad.nbytes for p in self.parameters if p.grad is not None)
+        self.most = max(self.most, sum(held))
+
+    def stop(self) -> int | None:
+        """The bytes, or ``None`` for something that is no :class:`torch.optim.Optimizer`."""
+        if self.hook is None:
+            return None
+        self.hook.remove()
+        return self.most
+
+
 class PeakMeter:
     """Peak memory since the last :meth:`reset`, in GiB: CUDA allocator, or resident set on CPU."""
 

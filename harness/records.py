@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, get_args
+from types import UnionType
+from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 Status = Literal["ok", "oom", "unsupported", "skipped", "failed"]
 STATUSES: tuple[str, ...] = get_args(Status)
@@ -28,6 +30,7 @@ class Record:
         peak_memory_gib: highest allocated during the timed steps; ``memory_kind`` says of what.
         peak_warmup_gib: highest allocated during warm-up (first-step costs, GaLore's SVD).
         loss: loss at the gate's last step: the same number of steps for every method.
+        grad_bytes: gradients in memory when the optimizer's step begins; ``None``: not known.
         slow_steps: indices into ``samples_ms`` of steps above five times the median.
         environment: versions, machine, command, commit.
     """
@@ -61,6 +64,7 @@ class Record:
     peak_warmup_gib: float | None = None
     memory_kind: str = ""
     state_bytes: int | None = None
+    grad_bytes: int | None = None
     state_bytes_per_param: float | None = None
     tokens_per_s: float | None = None
     mfu_pct: float | None = None
@@ -79,8 +83,31 @@ class Record:
     def __post_init__(self) -> None:
         if self.status not in STATUSES:
             raise ValueError(f"status must be one of {', '.join(STATUSES)}, got {self.status!r}")
+        for name, kinds in _KINDS.items():
+            value = getattr(self, name)
+            if not _is(value, kinds):
+                raise TypeError(f"{name} must be {kinds[0].__name__}, got {value!r:.60}")
+        for name in ("samples_ms", "warmup_ms", "slow_steps"):
+            if not all(_is(item, (int, float)) for item in getattr(self, name)):
+                raise TypeError(f"{name} must be numbers")
         if self.latency_ms is not None and (self.status != "ok" or self.gate != "pass"):
             raise ValueError(f"{self.row}: a latency needs status ok and gate pass")
+        if self.latency_ms is not None and self.latency_ms <= 0:
+            raise ValueError(f"{self.row}: latency_ms must be positive, got {self.latency_ms}")
+
+
+def _is(value: Any, kinds: tuple[type, ...]) -> bool:
+    return isinstance(value, kinds) and not isinstance(value, bool)
+
+
+def _kinds(hint: Any) -> tuple[type, ...]:
+    options = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+    kinds = tuple(get_origin(option) or option for option in options)
+    return (*kinds, int) if float in kinds else kinds
+
+
+# What a field accepts: a line that is JSON but no record must fail here, not where it is used.
+_KINDS = {name: _kinds(hint) for name, hint in get_type_hints(Record).items() if name != "status"}
 
 
 def append(folder: Path, record: Record) -> None:
@@ -117,8 +144,29 @@ def load(folder: Path) -> tuple[list[Record], list[str]]:
         if not line.strip():
             continue
         try:
-            raw = json.loads(line)
+            raw = json.loads(line, parse_constant=_no_constant)
             records.append(Record(**{k: v for k, v in raw.items() if k in known}))
         except (ValueError, TypeError, AttributeError) as error:
             damaged.append(f"{path}:{number}: unreadable record ignored ({error})")
     return records, damaged
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a number")
+
+
+def by_run(records: Iterable[Record]) -> dict[str, list[Record]]:
+    """The records of each run."""
+    return _grouped(records, lambda record: record.run_id)
+
+
+def by_row(records: Iterable[Record]) -> dict[str, list[Record]]:
+    """The records of each row: one a pass."""
+    return _grouped(records, lambda record: record.row)
+
+
+def _grouped(records: Iterable[Record], key: Callable[[Record], str]) -> dict[str, list[Record]]:
+    groups: dict[str, list[Record]] = {}
+    for record in records:
+        groups.setdefault(key(record), []).append(record)
+    return groups

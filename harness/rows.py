@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from forge.optim.registry import REGISTRY
+from forge.optim.registry import REGISTRY, find, plugins
 from forge.optim.spec import OptimizerSpec
 
 KERNELS = ("hf", "liger", "liger+flce", "torch")
@@ -28,7 +28,7 @@ class Row:
     @property
     def spec(self) -> OptimizerSpec:
         """The method's entry in the registry."""
-        return REGISTRY[self.key]
+        return find(self.key)
 
 
 # `all` also has the strongest rival, and a row for what Liger's fused loss costs.
@@ -56,20 +56,21 @@ def select_rows(
     """Rows of a run.
 
     Args:
-        keys: methods, or ``["all"]``: every method, plus :data:`VARIANTS` unless ``kernels`` or
-            ``execution`` asks for one kind.
+        keys: methods (:func:`forge.optim.registry.find`), or ``["all"]``: every method, those of
+            installed plug-ins too, plus :data:`VARIANTS` unless ``kernels`` or ``execution`` asks
+            for one kind.
         states: keep methods that store their state this way.
 
     Raises:
-        ValueError: an unknown key, or nothing is left; the message names the valid values.
+        ValueError: a key without a spec, or nothing is left; the message names the valid values.
     """
     everything = list(keys) == ["all"]
-    unknown = [key for key in keys if key not in REGISTRY] if not everything else []
-    if unknown:
-        raise ValueError(
-            f"--optimizers: unknown {', '.join(unknown)}; valid: all, {', '.join(REGISTRY)}"
-        )
-    chosen = list(REGISTRY) if everything else list(dict.fromkeys(keys))
+    chosen = [*REGISTRY, *plugins()[0]] if everything else list(dict.fromkeys(keys))
+    for key in chosen:
+        try:
+            find(key)
+        except ValueError as error:
+            raise ValueError(f"--optimizers: {error}") from error
     way = execution or "eager"
     rows = [Row(key, kernels or default_kernels(device, way), way) for key in chosen]
     if everything and kernels is None and execution is None:

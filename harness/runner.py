@@ -6,6 +6,7 @@ import json
 import os
 import random
 import re
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -16,12 +17,13 @@ from typing import Any
 import numpy as np
 
 from forge.harness import data, records
+from forge.harness.files import write_atomically
 from forge.harness.processes import COMMAND, Workers
 from forge.harness.records import Record
 from forge.harness.rows import Row, cannot_run
 from forge.harness.worker import GATE_FIELDS, Job, Result
 from forge.harness.workloads import MODELS
-from forge.optim.registry import REGISTRY
+from forge.optim.registry import find
 
 SETTINGS_FILE, LOG_FILE = "run.json", "log.txt"
 
@@ -36,6 +38,8 @@ class Settings:
         repeat: passes over the rows.
         repeat_only: the methods or row ids that passes after the first measure; empty: all.
         timeout_s: a row that takes longer is stopped and ``failed``.
+        drift_pct: filled in at the end of a run with several passes:
+            :func:`forge.harness.noise.drift_pct` of its records.
     """
 
     run_id: str
@@ -56,6 +60,7 @@ class Settings:
     hardware: str
     timeout_s: float
     rows: list[dict[str, str]]
+    drift_pct: float | None = None
 
     def schedule(self) -> list[tuple[int, Row]]:
         """``(repeat, row)`` in the order of the run: every pass is shuffled anew by the seed."""
@@ -86,7 +91,7 @@ def new_folder(out: Path, workload: str, hardware: str, commit: str) -> Path:
 
 def save_settings(folder: Path, settings: Settings) -> None:
     """Write ``run.json``."""
-    (folder / SETTINGS_FILE).write_text(json.dumps(asdict(settings), indent=1) + "\n")
+    write_atomically(folder / SETTINGS_FILE, json.dumps(asdict(settings), indent=1) + "\n")
 
 
 def load_settings(folder: Path) -> Settings:
@@ -100,11 +105,14 @@ def load_settings(folder: Path) -> Settings:
         raise ValueError(f"--resume {folder}: holds no {SETTINGS_FILE}, it is not a run's folder")
     try:
         settings = Settings(**json.loads(path.read_text()))
-        unknown = {row["key"] for row in settings.rows} - set(REGISTRY)
+        keys = {row["key"] for row in settings.rows}
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"--resume {folder}: unreadable {SETTINGS_FILE} ({error})") from error
-    if unknown:
-        raise ValueError(f"--resume {folder}: no such method any more: {', '.join(unknown)}")
+    for key in sorted(keys):
+        try:
+            find(key)
+        except ValueError as error:
+            raise ValueError(f"--resume {folder}: {error}") from error
     return settings
 
 
@@ -141,6 +149,7 @@ class Run:
     environment: dict[str, Any]
     say: Callable[[str], None]
     worker: Sequence[str] = COMMAND
+    gate_only: bool = False
 
     def log(self, text: str) -> None:
         """Append a line to ``log.txt``."""
@@ -236,6 +245,7 @@ class _Session:
             hardware=s.hardware,
             reference=str(self.reference) if self.reference else None,
             gated=gated,
+            gate_only=self.run.gate_only,
         )
         job_path, result_path = self.scratch / "job.json", self.scratch / "result.json"
         result_path.unlink(missing_ok=True)
@@ -282,6 +292,8 @@ class _Session:
 
 def _worker_environment(settings: Settings) -> dict[str, str]:
     env = dict(os.environ, TOKENIZERS_PARALLELISM="false")
+    # A worker imports an optimizer of another package from where this process does.
+    env["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
     hub_id = settings.weights is not None and not Path(settings.weights).exists()
     if not hub_id:
         env["HF_HUB_OFFLINE"] = "1"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,7 +12,6 @@ import pandas as pd
 from rich.markup import escape
 from rich.table import Table
 
-from forge.harness.leaderboard import write_atomically
 from forge.optim.spec import OptimizerSpec
 
 BEGIN, END = "<!-- leaderboard:begin -->", "<!-- leaderboard:end -->"
@@ -32,7 +32,7 @@ def result_table(frame: pd.DataFrame, title: str) -> Table:
         source = row["source"]
         status = row["status"] if source == "measured" else f"published, {row['hardware']}"
         view.add_row(
-            row["method"],
+            escape(row["method"]),
             _text(row["states"]),
             _text(row["kernels"]),
             _text(row["execution"]),
@@ -65,22 +65,31 @@ def methods_table(specs: Sequence[OptimizerSpec], installed: Callable[[str], str
     view.add_column("method, package, licence")
     view.add_column("what it is, states, limits")
     for spec in specs:
-        package = spec.distribution or ("forge-optim" if spec.target[:6] == "forge:" else "torch")
-        version = installed(package)
-        origin = f"{package} {version}" if version else f"{package}, not installed"
+        facts = method(spec, installed)
+        origin = f"{facts['package']} {facts['version']}"
+        if not facts["version"]:
+            origin = f"{facts['package']}, not installed"
         following = "follows AdamW" if spec.exact else "lossy: looser gate"
-        facts = [
+        lines = [
             spec.summary,
             f"states: {spec.states}; runs on: {', '.join(spec.devices)}; {following}",
         ]
         if spec.limits:
-            facts.append(f"limits: {', '.join(spec.limits)}")
+            lines.append(f"limits: {', '.join(spec.limits)}")
         view.add_row(
             spec.key,
             escape(f"{spec.method}\n{origin}\n{spec.licence}"),
-            escape("\n".join(facts)),
+            escape("\n".join(lines)),
         )
     return view
+
+
+def method(spec: OptimizerSpec, installed: Callable[[str], str]) -> dict[str, Any]:
+    """What is known of a method, as plain data; an empty ``version``: not installed."""
+    package = spec.distribution or ("forge-optim" if spec.target[:6] == "forge:" else "torch")
+    same = ("key", "method", "licence", "summary", "states", "devices", "limits", "exact")
+    facts = {name: getattr(spec, name) for name in same}
+    return {**facts, "package": package, "version": installed(package)}
 
 
 def markdown(frame: pd.DataFrame, run_id: str) -> str:
@@ -103,27 +112,30 @@ def markdown(frame: pd.DataFrame, run_id: str) -> str:
         & frame["latency_ms"].notna()
     ]
     published = published.drop_duplicates("method").set_index("method")
-    lines = [
+    what = (
         f"{first['model']}, batch {first['batch']}, sequence {first['seq']}, {first['precision']}, "
         f"one {first['hardware']}, torch {first['torch']}, {first['date']}, commit "
-        f"{first['commit']} (run `{run_id}`).",
+        f"{first['commit']}"
+    )
+    lines = [
+        f"{cell(what)} (run `{cell(run_id.replace('`', ' '))}`).",
         "",
-        "| method | states | model kernels | execution | ms / step | p20 to p80 | peak GiB "
+        "| rank | method | states | model kernels | execution | ms / step | p20 to p80 | peak GiB "
         "| state B/param | tokens/s | published ms / GiB | notes |",
-        "|---|---|---|---|--:|--:|--:|--:|--:|--:|---|",
+        "|--:|---|---|---|---|--:|--:|--:|--:|--:|--:|---|",
     ]
-    for row in rows.to_dict("records"):
-        lines.append(_markdown_row(row, published))
+    for rank, row in enumerate(rows.to_dict("records"), start=1):
+        lines.append(_markdown_row(str(rank), row, published))
     return "\n".join(lines)
 
 
-def _markdown_row(row: dict[str, Any], published: pd.DataFrame) -> str:
+def _markdown_row(rank: str, row: dict[str, Any], published: pd.DataFrame) -> str:
     theirs = ""
     if row["method"] in published.index and row["execution"] == "eager":
         other = published.loc[row["method"]]
         theirs = f"{_number(other['latency_ms'], 1)} / {_number(other['peak_memory_gib'], 1)}"
     if row["status"] != "ok":
-        cells = [row["status"], "", "", "", ""]
+        rank, cells = "", [row["status"], "", "", "", ""]
     else:
         spread = f"{_number(row['latency_p20_ms'], 1)} to {_number(row['latency_p80_ms'], 1)}"
         cells = [
@@ -134,12 +146,40 @@ def _markdown_row(row: dict[str, Any], published: pd.DataFrame) -> str:
             _number(row["tokens_per_s"], 0),
         ]
     what = [row[column] for column in ("method", "states", "kernels", "execution")]
-    notes = "" if pd.isna(row["notes"]) else textwrap.shorten(str(row["notes"]), 90)
-    return f"| {' | '.join([*what, *cells, theirs, notes.replace('|', '/')])} |"
+    notes = textwrap.shorten(_text(row["notes"]), 120)
+    return f"| {' | '.join(map(cell, [rank, *what, *cells, theirs, notes]))} |"
 
 
-def rewrite_readme(readme: Path, text: str) -> None:
-    """Replace what stands between the two marker comments of ``readme``.
+def cell(text: str) -> str:
+    """``text`` on one line, where nothing in it is a table's border, a tag or a link."""
+    text = html.escape(" ".join(text.split()), quote=False)
+    return text.replace("|", "/").replace("[", "\\[")
+
+
+def published_markdown(frame: pd.DataFrame) -> str:
+    """What others published, with its source, as Markdown; empty when there is nothing."""
+    rows = frame[frame["source"] == "published"]
+    if rows.empty:
+        return ""
+    lines = [
+        "## Published by others",
+        "",
+        "Not measured here and not ranked.",
+        "",
+        "| method | model | batch x sequence | hardware | ms / step | peak GiB | source |",
+        "|---|---|---|---|--:|--:|---|",
+    ]
+    for row in rows.to_dict("records"):
+        shape = f"{_number(row['batch'], 0)} x {_number(row['seq'], 0)}"
+        times = [_number(row["latency_ms"], 1), _number(row["peak_memory_gib"], 1)]
+        source = "; ".join(filter(None, [_text(row["source_ref"]), _text(row["notes"])]))
+        texts = [row["method"], row["model"], shape, row["hardware"], *times, source]
+        lines.append(f"| {' | '.join(cell(_text(text)) for text in texts)} |")
+    return "\n".join(lines)
+
+
+def with_table(readme: Path, table: str) -> str:
+    """The text of ``readme`` with ``table`` between its two marker comments.
 
     Raises:
         ValueError: the file or its markers are missing.
@@ -149,7 +189,7 @@ def rewrite_readme(readme: Path, text: str) -> None:
     _, end, after = rest.partition(END)
     if not begin or not end:
         raise ValueError(f"--readme {readme}: needs the lines {BEGIN} and {END}")
-    write_atomically(readme, f"{before}{BEGIN}\n{text}\n{END}{after}")
+    return f"{before}{BEGIN}\n{table}\n{END}{after}"
 
 
 def _text(value: Any) -> str:

@@ -28,7 +28,7 @@ from forge.harness.attention import attention_backend
 from forge.harness.efficiency import linear_weights, mfu_pct, model_flops
 from forge.harness.environment import package_version
 from forge.harness.execution import GraphStep, Step, UnsupportedExecution, build_step
-from forge.harness.memory import GIB, PeakMeter, state_bytes
+from forge.harness.memory import GIB, GradientMeter, PeakMeter, state_bytes
 from forge.harness.rows import Row
 from forge.harness.workloads import MODELS, build_model, load_model
 from forge.optim.spec import Hyper
@@ -62,6 +62,7 @@ class Job:
     reference: str | None = None
     # What the row's gate found, when it has passed already in this run.
     gated: dict[str, Any] | None = None
+    gate_only: bool = False
 
 
 @dataclass
@@ -141,6 +142,8 @@ def _measure(job: Job, row: Row, fields: dict[str, Any]) -> None:
     batches = _load_batches(job)
     if job.gated is None:
         _gate(job, row, target, batches, fields)
+        if job.gate_only:
+            return
         _free(job.device, row.execution)
         if _allocated_gib(job.device) > LEFT_GIB:
             raise Leftovers({key: fields[key] for key in GATE_FIELDS})
@@ -183,9 +186,13 @@ def _time(job: Job, row: Row, target: Any, batches: list[Any], fields: dict[str,
         model = build_model(_config(job), **common, attention=job.attention, seed=job.seed)
     fields["attention"] = attention_backend(model, batches[0])
     meter = PeakMeter(job.device)
-    step, optimizer = _build_step(row, target, model, HYPER, batches[0])
+    gradients = GradientMeter(model)
+    step, optimizer = _build_step(row, target, model, HYPER, batches[0], gradients)
     meter.reset()
-    fields["warmup_ms"], _ = timing.time_steps(step, batches, job.warmup, job.device)
+    first, _ = timing.time_steps(step, batches, 1, job.device)
+    fields["grad_bytes"] = gradients.stop()
+    others, _ = timing.time_steps(step, batches, job.warmup - 1, job.device, start=1)
+    fields["warmup_ms"] = first + others
     fields["peak_warmup_gib"], _ = meter.read()
     steps = job.steps or timing.steps_needed(fields["warmup_ms"])
     meter.reset()
@@ -232,12 +239,19 @@ def _notes(fields: dict[str, Any]) -> str:
 
 
 def _build_step(
-    row: Row, target: Any, model: nn.Module, hyper: Hyper, example: dict[str, Tensor]
+    row: Row,
+    target: Any,
+    model: nn.Module,
+    hyper: Hyper,
+    example: dict[str, Tensor],
+    gradients: GradientMeter | None = None,
 ) -> tuple[Step, Any]:
-    """The row's training step and the optimizer behind it."""
+    """The row's training step and the optimizer behind it, which ``gradients`` watches."""
     graph = "cuda_graph" in row.execution
     hyper = Hyper(**{**asdict(hyper), "capturable": graph and row.spec.capturable})
     optimizer = row.spec.build(target, model, hyper)
+    if gradients:
+        gradients.watch(optimizer)
     return build_step(model, optimizer, row.spec, hyper, row.execution, example), optimizer
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import errno
 import json
+import re
 import subprocess
 import sys
 
@@ -10,6 +13,7 @@ import pandas as pd
 import pytest
 
 from forge.harness import cli, environment, records
+from forge.harness.files import locked
 from forge.optim.registry import REGISTRY
 
 KEYS = ", ".join(REGISTRY)
@@ -62,6 +66,12 @@ def forge_bench(monkeypatch, *arguments):
         ("--bogus", "No such option: --bogus"),
         ("bogus", "unexpected extra argument"),
         ("leaderboard --runs /no/such", "--runs /no/such: no such folder"),
+        ("publish --runs /no/such", "--runs /no/such: no such folder"),
+        ("compare a b --runs /no/such", "a: no such run folder, run or commit in /no/such"),
+        ("compare a", "Missing argument 'B'"),
+        ("check", "Missing argument 'METHOD'"),
+        ("check nope", "--optimizers: unknown nope; valid: all"),
+        ("check adamw --model gpt", "--model: unknown 'gpt'; valid: qwen3-tiny"),
         ("list extra", "unexpected extra argument"),
     ],
 )
@@ -105,6 +115,78 @@ def test_list_names_every_method_with_package_licence_and_limits(monkeypatch, ca
     assert "CC-BY-NC-4.0" in flat and "non-commercial" in flat
 
 
+def test_list_as_json(monkeypatch, capsys):
+    assert forge_bench(monkeypatch, "list", "--json") == 0
+    shown = {row["key"]: row for row in json.loads(capsys.readouterr().out)}
+    assert list(shown) == list(REGISTRY)
+    assert shown["forge-bf16"]["package"] == "forge-optim"
+    assert shown["adalomo"]["devices"] == ["cuda"]
+
+
+COMMANDS = sorted(str(command.name) for command in cli.app.registered_commands)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_has_an_example_and_json(command, monkeypatch, capsys):
+    assert forge_bench(monkeypatch, command, "--help") == 0
+    shown = capsys.readouterr().out
+    example = shown.partition("Example")[2].splitlines()
+    assert example[1].strip().startswith(f"forge-bench {command}"), shown
+    assert "--json" in shown
+
+
+def test_help_lists_commands_and_exit_codes(monkeypatch, capsys):
+    assert forge_bench(monkeypatch, "--help") == 0
+    shown = capsys.readouterr().out
+    assert all(f"\n  {command} " in shown for command in COMMANDS)
+    assert re.findall(r"^ +(\d+)  ", shown, re.MULTILINE) == ["0", "1", "2", "130"]
+
+
+def test_completion(monkeypatch, capsys):
+    for name, value in (
+        ("_FORGE_BENCH_COMPLETE", "complete_bash"),
+        ("COMP_WORDS", "forge-bench comp"),
+        ("COMP_CWORD", "1"),
+    ):
+        monkeypatch.setenv(name, value)
+    assert forge_bench(monkeypatch) == 0
+    assert capsys.readouterr().out.split() == ["compare"]
+
+
+def test_a_full_disk_ends_a_run_with_one_line_and_its_records(tmp_path, monkeypatch, capsys):
+    """Two rows that are settled without a worker; there is room for run.json and one record."""
+    another = dataclasses.replace(REGISTRY["adalomo"], key="another")
+    monkeypatch.setitem(REGISTRY, "another", another)
+    room, write = iter([True, True]), records.os.fsync
+
+    def fsync(file):
+        if not next(room, False):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(file)
+
+    monkeypatch.setattr(records.os, "fsync", fsync)
+    options = ["--optimizers", "adalomo,another", "--data", "random", "--seq", "16"]
+    assert forge_bench(monkeypatch, *options, "--out", str(tmp_path)) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("forge-bench: ") and error.count("\n") == 1
+    assert "No space left on device" in error and "--resume" in error
+    (folder,) = tmp_path.iterdir()
+    assert json.loads((folder / "run.json").read_text())["run_id"] == folder.name
+    assert len(records.load(folder)[0]) >= 1
+
+
+def test_a_folder_has_one_writer(tmp_path, monkeypatch, capsys):
+    options = ["--optimizers", "adalomo", "--data", "random", "--out", str(tmp_path)]
+    assert forge_bench(monkeypatch, *options) == 0
+    (folder,) = tmp_path.iterdir()
+    before = (folder / records.RECORDS_FILE).read_bytes()
+    with locked(folder / "log.txt"):
+        assert forge_bench(monkeypatch, "--resume", str(folder)) == 2
+        assert "another forge-bench is writing to this run" in capsys.readouterr().err
+    assert forge_bench(monkeypatch, "--resume", str(folder)) == 0
+    assert (folder / records.RECORDS_FILE).read_bytes() == before
+
+
 def test_options_do_what_they_say(tmp_path, monkeypatch, capsys):
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog " * 40)
@@ -127,7 +209,12 @@ def test_options_do_what_they_say(tmp_path, monkeypatch, capsys):
         assert (record.batch, record.seq, record.steps, record.warmup) == (2, 24, 3, 2)
         assert record.status == "ok" and record.data.startswith(str(text))
         assert record.environment["seed"] == 7
+    drift = json.loads((folder / "run.json").read_text())["drift_pct"]
+    low, high = sorted(record.latency_ms for record in found)
+    assert drift == pytest.approx(100 * (high / low - 1), abs=0.01)
+    assert ("run marked: drift of" in captured.err) == (drift > 2)
     (row,) = shown
+    assert row["latency_ms"] == pytest.approx((low + high) / 2, rel=1e-3)
     assert row["steps"] == 6 and row["method"] == "fused AdamW" and "2 passes" in row["notes"]
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from forge.harness.memory import PeakMeter, plain_tensors, state_bytes
+from forge.harness.memory import GradientMeter, PeakMeter, plain_tensors, state_bytes
 
 
 def make_model(dtype=torch.bfloat16):
@@ -88,3 +88,34 @@ def test_peak_meter_sees_memory_that_is_freed_again():
     assert reserved is None
     assert after - before > 0.05
     assert "RSS" in meter.kind
+
+
+def step_with_meter(model, optimizer):
+    meter = GradientMeter(model)
+    meter.watch(optimizer)
+    model(torch.ones(3, 64, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    held = meter.stop()
+    optimizer.step()
+    assert meter.stop() == held, "still looking"
+    return held
+
+
+def test_gradients_that_exist_when_the_step_begins():
+    model = make_model()
+    everything = sum(p.nbytes for p in model.parameters())
+    assert step_with_meter(model, torch.optim.AdamW(model.parameters())) == everything
+
+
+def test_gradients_of_a_fused_update_do_not_exist():
+    from forge import ForgeAdamW
+
+    model = make_model()
+    model.zero_grad()
+    assert step_with_meter(model, ForgeAdamW(model, lr=1e-3)) == 0
+
+
+def test_gradients_of_an_unknown_optimizer_are_unknown():
+    meter = GradientMeter(make_model())
+    meter.watch(object())
+    assert meter.stop() is None

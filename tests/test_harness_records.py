@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 
 import pandas as pd
 import pytest
 
-from forge.harness import leaderboard, records, tables
+from forge.harness import files, leaderboard, noise, records, tables
 from forge.harness.records import Record
 
 HEADER = (
@@ -92,6 +93,29 @@ def test_a_line_that_is_no_record_is_reported(tmp_path, line):
     assert len(found) == 1 and len(damaged) == 1
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"latency_ms": "fast"},
+        {"latency_ms": 0.0},
+        {"samples_ms": [1.0, "2"]},
+        {"samples_ms": 3},
+        {"method": None},
+        {"batch": 1.5},
+        {"batch": True},
+        {"environment": []},
+        {"peak_memory_gib": float("nan")},
+        {"run_id": 7},
+    ],
+)
+def test_a_record_with_a_wrong_value_is_damage(tmp_path, changes):
+    """It must fail where it is read, with file and line, not later in a plot or a page."""
+    raw = dataclasses.asdict(make_record()) | changes
+    (tmp_path / records.RECORDS_FILE).write_text(json.dumps(raw) + "\n")
+    found, damaged = records.load(tmp_path)
+    assert found == [] and len(damaged) == 1 and "records.jsonl:1: unreadable" in damaged[0]
+
+
 def test_fields_of_a_later_version_are_ignored(tmp_path):
     raw = dataclasses.asdict(make_record()) | {"invented_later": 1}
     (tmp_path / records.RECORDS_FILE).write_text(json.dumps(raw) + "\n")
@@ -127,8 +151,9 @@ def published(tmp_path):
 
 def regenerate(tmp_path, published, **options):
     target = tmp_path / "leaderboard.csv"
-    damaged = leaderboard.write(tmp_path / "runs", published, target, **options)
-    return pd.read_csv(target), damaged
+    board = leaderboard.read(tmp_path / "runs", published, **options)
+    leaderboard.write(board, target)
+    return pd.read_csv(target), board.damaged
 
 
 def test_columns_are_exactly_these(tmp_path, published):
@@ -173,7 +198,30 @@ def test_repeats_are_pooled(tmp_path, published):
         save(tmp_path / "runs", make_record(repeat=repeat, latency_ms=ms, samples_ms=[ms] * 3))
     row = regenerate(tmp_path, published)[0].iloc[0]
     assert (row["latency_ms"], row["steps"], row["tokens_per_s"]) == (4.0, 9, 128_000)
-    assert row["notes"] == "3 passes: 2, 4, 9 ms"
+    assert row["notes"] == ("3 passes: 2, 4, 9 ms; drift of 350.0 % between passes, above 2 %")
+
+
+def test_the_latency_is_the_median_of_the_passes(tmp_path, published):
+    """Not of the pooled steps: a pass with more steps has no more weight."""
+    for repeat, samples in enumerate(([1.0] * 9, [5.0] * 3, [6.0] * 3)):
+        record = make_record(repeat=repeat, latency_ms=samples[0], samples_ms=samples)
+        save(tmp_path / "runs", record)
+    row = regenerate(tmp_path, published)[0].iloc[0]
+    assert (row["latency_ms"], row["steps"]) == (5.0, 15)
+    assert row["latency_p20_ms"] == 1.0
+
+
+def test_drift_is_told_by_the_row_that_came_first(tmp_path, published):
+    for order, (row, ms) in enumerate([("b", 10.0), ("a", 10.0), ("b", 10.1), ("a", 19.0)]):
+        record = make_record(
+            row=row, method=row, order=order, repeat=order // 2, latency_ms=ms, samples_ms=[ms]
+        )
+        save(tmp_path / "runs", record)
+    found = leaderboard.load_runs(tmp_path / "runs")[0]
+    assert noise.drift_pct(found) == pytest.approx(1.0)
+    assert noise.drift_note(1.0) == "" and "2.5 %" in noise.drift_note(2.5)
+    assert not regenerate(tmp_path, published)[0]["notes"].str.contains("drift", na=False).any()
+    assert noise.drift_pct([make_record()]) is None
 
 
 def test_one_bad_repeat_is_not_hidden(tmp_path, published):
@@ -181,6 +229,14 @@ def test_one_bad_repeat_is_not_hidden(tmp_path, published):
     save(tmp_path / "runs", make_record(), bad)
     row = regenerate(tmp_path, published)[0].iloc[0]
     assert (row["status"], row["notes"]) == ("failed", "why") and pd.isna(row["latency_ms"])
+
+
+def test_a_copied_run_does_not_count_twice(tmp_path, published):
+    save(tmp_path / "runs", make_record())
+    shutil.copytree(tmp_path / "runs" / "2026-01-02_run", tmp_path / "runs" / "2026-01-02_run_copy")
+    frame, messages = regenerate(tmp_path, published)
+    assert frame.iloc[0]["steps"] == 3 and pd.isna(frame.iloc[0]["notes"])
+    assert len(messages) == 1 and "2026-01-02_run_copy: ignored" in messages[0]
 
 
 def test_damaged_records_are_reported(tmp_path, published):
@@ -198,9 +254,9 @@ def test_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
     def broken(*_):
         raise OSError("disk full")
 
-    monkeypatch.setattr(leaderboard.os, "fsync", broken)
+    monkeypatch.setattr(files.os, "fsync", broken)
     with pytest.raises(OSError, match="disk full"):
-        leaderboard.write_atomically(target, "new")
+        files.write_atomically(target, "new")
     assert target.read_text() == "old"
     assert [p.name for p in tmp_path.iterdir()] == ["out.csv"]
 
@@ -213,12 +269,11 @@ def test_readme_table(tmp_path, published):
     frame, _ = regenerate(tmp_path, published)
     readme = tmp_path / "README.md"
     readme.write_text(f"top\n{tables.BEGIN}\nold\n{tables.END}\nbottom\n")
-    tables.rewrite_readme(readme, tables.markdown(frame, "2026-01-02_run"))
-    text = readme.read_text()
+    text = tables.with_table(readme, tables.markdown(frame, "2026-01-02_run"))
     assert text.startswith("top\n") and text.endswith("\nbottom\n") and "old" not in text
     assert (
-        "| vanilla AdamW | bf16 | hf | eager | 2.0 | 1.0 to 3.0 | 4.50 |  | 256,000 | 111.9 / 7.3 |"
-        in text
+        "| 1 | vanilla AdamW | bf16 | hf | eager | 2.0 | 1.0 to 3.0 | 4.50 |  | 256,000 "
+        "| 111.9 / 7.3 |" in text
     )
     assert "| GaLore r=128 | bf16 | hf | eager | oom |" in text
 
@@ -231,4 +286,4 @@ def test_readme_errors(tmp_path, published):
     ):
         tables.markdown(frame, "x")
     with pytest.raises(ValueError, match="needs the lines"):
-        tables.rewrite_readme(tmp_path / "README.md", "text")
+        tables.with_table(tmp_path / "README.md", "text")

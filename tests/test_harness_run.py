@@ -79,6 +79,7 @@ def test_a_row_is_measured_and_recorded(tmp_path):
     (record,) = found
     assert (record.status, record.gate, record.notes) == ("ok", "pass", "")
     assert record.steps == len(record.samples_ms) == 2 and len(record.warmup_ms) == 1
+    assert record.grad_bytes == 2 * record.params
     assert record.latency_ms == pytest.approx(np.median(record.samples_ms))
     assert record.latency_p20_ms <= record.latency_ms <= record.latency_p80_ms
     assert record.tokens_per_s == pytest.approx(16e3 / record.latency_ms)
@@ -267,6 +268,17 @@ def test_resume_after_a_kill(tmp_path):
     assert "unreadable record ignored" in again.stdout
     assert sorted(record.key for record in found) == ["adamw", "adamw-foreach", "adamw-fused"]
     assert [record.order for record in found] == [0, 1, 2]
+
+
+def test_two_runs_at_once_do_not_mix(tmp_path):
+    both = [start(tmp_path, "--optimizers", "adalomo", "--data", "random") for _ in range(2)]
+    outputs = [process.communicate(timeout=90)[0] for process in both]
+    assert [process.returncode for process in both] == [0, 0], outputs
+    folders = sorted(tmp_path.iterdir())
+    assert len(folders) == 2
+    for folder in folders:
+        (record,) = records.load(folder)[0]
+        assert record.run_id == folder.name == load_settings(folder).run_id
 
 
 def test_interrupt_keeps_what_was_measured(tmp_path):

@@ -1,0 +1,238 @@
+"""Plots of measured rows as SVG text that follows the reader's light or dark colours.
+
+Text and lines are ``currentColor``, the background is transparent, and marks keep a contrast of at
+least 3:1 on both white and near-black.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullLocator
+
+from forge.harness import records
+from forge.harness.memory import GIB
+from forge.harness.records import Record
+
+# Stands for the reader's text colour until the SVG is written: matplotlib knows no currentColor.
+INK = "#010203"
+COLOURS = ("#2f81c7", "#c2571a", "#2e9070", "#a65fb0", "#8a7a1f", "#7a7f87")
+MARKS = {"eager": "o", "compile": "D", "cuda_graph": "s", "compile+cuda_graph": "^"}
+STYLE: Any = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "forge-bench",  # the same records give the same file
+    "text.parse_math": False,
+    "font.family": "sans-serif",
+    "font.size": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor"), INK),
+    **dict.fromkeys(("xtick.color", "ytick.color"), INK),
+}
+# For a file of its own; inline in a page the page's colour is inherited.
+OWN_COLOURS = (
+    "<style>svg{color:#1f2328}@media(prefers-color-scheme:dark){svg{color:#e6edf3}}</style>"
+)
+# Where a number may stand, in points from its mark, the best place first.
+OFFSETS = ((8, 8), (8, -8), (-8, 8), (-8, -8), (0, 11), (0, -11), (11, 0), (-11, 0))
+PRECISION_BYTES = {"bf16": 2, "fp32": 4}
+
+
+def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
+    """Indices of the points that no other beats in one coordinate without losing in the other,
+    by the first coordinate; of equal points the first."""
+    front: list[int] = []
+    for i in sorted(range(len(points)), key=lambda i: points[i]):
+        if not front or points[i][1] < points[front[-1]][1]:
+            front.append(i)
+    return front
+
+
+def latency_memory(rows: Sequence[Record]) -> str | None:
+    """Median step (ms) against peak memory (GiB) of a run's rows, the Pareto front drawn through.
+
+    Points carry their rank by latency; a list beside them names the ranks. ``None``: nothing was
+    timed.
+    """
+    timed = [r for r in rows if r.latency_ms is not None and r.peak_memory_gib is not None]
+    timed.sort(key=lambda record: record.latency_ms or 0.0)
+    if not timed:
+        return None
+    points = [(record.latency_ms or 0.0, record.peak_memory_gib or 0.0) for record in timed]
+    with rc_context(STYLE):
+        figure, axes = _figure(4.4)
+        ways = dict.fromkeys((*MARKS, *(record.execution for record in timed)))
+        for i, way in enumerate(ways):
+            these = [p for p, record in zip(points, timed, strict=True) if record.execution == way]
+            if these:
+                xs, ys = zip(*these, strict=True)
+                look: Any = dict(color=COLOURS[i % len(COLOURS)], marker=MARKS.get(way, "X"))
+                axes.scatter(xs, ys, s=46, label=way, **look)
+        front = pareto_front(points)
+        stairs = zip(*(points[i] for i in front), strict=True)
+        axes.step(*stairs, where="post", color=INK, lw=1, ls=":", zorder=0)
+        _log_ms(axes)
+        axes.margins(x=0.08, y=0.1)
+        axes.set(xlabel="median step, ms (log scale)", ylabel="peak memory, GiB")
+        marks = axes.legend(frameon=False, fontsize=8, title="dotted: Pareto front")
+        axes.add_artist(marks)
+        names = [f"{i + 1}  {label(record)}" for i, record in enumerate(timed)]
+        nothing = [axes.scatter([], [], alpha=0) for _ in names]
+        axes.legend(nothing, names, frameon=False, fontsize=7, labelspacing=0.25, handlelength=0,
+                    handletextpad=0, loc="upper left", bbox_to_anchor=(1.0, 1.02))  # fmt: skip
+        figure.draw_without_rendering()
+        _number_points(axes, points)
+        return _svg(figure, "Step time against peak memory, with the Pareto front")
+
+
+def latency_sequence(rows: Sequence[Record]) -> str | None:
+    """Median step (ms) over the sequence length, a line a row measured at two lengths or more.
+
+    ``rows`` are those of one machine, commit, model and batch. ``None``: there is no such row.
+    """
+    timed = [record for record in rows if record.latency_ms is not None]
+    lines = {
+        row: sorted(((r.seq, r.latency_ms) for r in group), key=lambda point: point[0])
+        for row, group in records.by_row(timed).items()
+        if len({r.seq for r in group}) > 1
+    }
+    if not lines:
+        return None
+    with rc_context(STYLE):
+        figure, axes = _figure(4.4)
+        for i, (row, points) in enumerate(lines.items()):
+            mark = list(MARKS.values())[i // len(COLOURS) % len(MARKS)]
+            colour = COLOURS[i % len(COLOURS)]
+            axes.plot(
+                *zip(*points, strict=True), color=colour, marker=mark, ms=5, lw=1.2, label=row
+            )
+        _log_ms(axes, "y")
+        lengths = sorted({seq for points in lines.values() for seq, _ in points})
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(lengths, [str(length) for length in lengths])
+        axes.set(xlabel="sequence length, tokens", ylabel="median step, ms (log scale)")
+        axes.legend(frameon=False, fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+        return _svg(figure, "Step time over sequence length")
+
+
+def memory_parts(record: Record) -> dict[str, float] | None:
+    """The parts of a row's peak, GiB, adding up to it; ``None`` when the peak is not known.
+
+    Weights are ``params`` in ``precision``, states and gradients as recorded. Gradients are those
+    that exist when the optimizer's step begins; where they were not recorded they are in the rest.
+    """
+    size = PRECISION_BYTES.get(record.precision)
+    if record.peak_memory_gib is None or record.state_bytes is None:
+        return None
+    if record.params is None or size is None:
+        return None
+    parts = {
+        "weights": record.params * size / GIB,
+        "states": record.state_bytes / GIB,
+        "gradients": (record.grad_bytes or 0) / GIB,
+    }
+    # Of runs that timed a row where its gate had left a model (0.06 GiB are cuBLAS workspaces).
+    left = record.gate_detail.get("left_gib")
+    if isinstance(left, float) and left > 0.1:
+        parts["left from the gate"] = left
+    rest = record.peak_memory_gib - sum(parts.values())
+    name = (
+        "activations, other" if record.grad_bytes is not None else "gradients, activations, other"
+    )
+    return {**parts, name: max(rest, 0.0)}
+
+
+def memory_by_part(rows: Sequence[Record]) -> str | None:
+    """Stacked bars of :func:`memory_parts`, smallest peak on top. ``None``: no peak is known."""
+    parts = [(record, memory_parts(record)) for record in rows]
+    bars = [(record, found) for record, found in parts if found]
+    bars.sort(key=lambda bar: bar[0].peak_memory_gib or 0.0)
+    if not bars:
+        return None
+    names = list(dict.fromkeys(name for _, found in bars for name in found))
+    names = [name for name in names if any(found.get(name) for _, found in bars)]
+    with rc_context(STYLE):
+        figure, axes = _figure(0.9 + 0.27 * len(bars))
+        left = [0.0] * len(bars)
+        places = range(len(bars))
+        for colour, name in zip(COLOURS, names, strict=False):
+            widths = [found.get(name, 0.0) for _, found in bars]
+            axes.barh(places, widths, left=left, color=colour, label=name, height=0.72)
+            left = [a + b for a, b in zip(left, widths, strict=True)]
+        for place, total in zip(places, left, strict=True):
+            axes.annotate(f"{total:.2f}", (total, place), (4, 0), textcoords="offset points",
+                          va="center", fontsize=8)  # fmt: skip
+        axes.set_yticks(places, [label(record) for record, _ in bars], fontsize=8)
+        axes.invert_yaxis()
+        axes.set_xlabel("peak memory, GiB")
+        axes.legend(
+            frameon=False, fontsize=8, ncols=3, loc="lower left", bbox_to_anchor=(-0.3, 1.0)
+        )
+        return _svg(figure, "Peak memory by part")
+
+
+def label(record: Record) -> str:
+    """The method with what sets it apart from rows of the same name."""
+    kernels = f", {record.kernels}" if record.kernels == "liger+flce" else ""
+    way = "" if record.execution == "eager" else f", {record.execution}"
+    states = f" {record.states}" if record.states != "bf16" else ""
+    return f"{record.method}{states}{kernels}{way}"
+
+
+def _figure(height: float) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(7.6, height), layout="constrained")
+    axes = figure.add_subplot()
+    axes.grid(color=INK, alpha=0.15, lw=0.6)
+    axes.set_axisbelow(True)
+    return figure, axes
+
+
+def _number_points(axes: Axes, points: Sequence[tuple[float, float]]) -> None:
+    """Write 1, 2, 3 ... beside ``points``, where neither a point nor another number is."""
+    pixels = axes.transData.transform(points)
+    per_point = axes.figure.dpi / 72
+    taken = [tuple(pixel) for pixel in pixels]
+    for number, ((x, y), point) in enumerate(zip(pixels, points, strict=True), start=1):
+        spots = [(x + dx * per_point, y + dy * per_point) for dx, dy in OFFSETS]
+        # Beyond 14 pixels one place is as good as another: the first of them.
+        room = [min(14.0, *(math.dist(spot, other) for other in taken)) for spot in spots]
+        best = room.index(max(room))
+        taken.append(spots[best])
+        axes.annotate(str(number), point, OFFSETS[best], textcoords="offset points",
+                      ha="center", va="center", fontsize=8)  # fmt: skip
+
+
+def _log_ms(axes: Axes, which: str = "x") -> None:
+    axis = axes.xaxis if which == "x" else axes.yaxis
+    (axes.set_xscale if which == "x" else axes.set_yscale)("log")
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter("{x:g}")
+    axis.set_minor_locator(NullLocator())
+
+
+def _svg(figure: Figure, title: str) -> str:
+    target = io.StringIO()
+    figure.savefig(target, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    text = target.getvalue()
+    text = text[text.index("<svg") :].replace(INK, "currentColor")
+    # Sizes from the page; a name for a screen reader.
+    text = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1)
+    text = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", text, count=1)
+    # Inline, several figures share a page: only what is referred to keeps its id.
+    used = set(re.findall(r"#([\w.-]+)", text))
+    text = re.sub(r' id="([^"]*)"', lambda m: m[0] if m[1] in used else "", text)
+    return text.replace("<svg", f'<svg role="img" aria-label="{title}"', 1)
+
+
+def standalone(svg: str) -> str:
+    """``svg`` as a file: with colours of its own."""
+    return '<?xml version="1.0" encoding="utf-8"?>\n' + re.sub(
+        r"(<svg[^>]*>)", rf"\1{OWN_COLOURS}", svg, count=1
+    )

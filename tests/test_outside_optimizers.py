@@ -1,0 +1,140 @@
+"""Optimizers of other packages: by module:attribute, by entry point, through the worker process."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from forge.harness import cli, environment, records
+from forge.optim import registry
+
+MODULE = """
+import torch
+from forge.optim.spec import OptimizerSpec
+
+class Lazy(torch.optim.AdamW):
+    def step(self, closure=None):
+        return None
+
+def spec(key, target):
+    return OptimizerSpec(
+        key=key,
+        method=f"Outside {key}",
+        target=f"outside_package.methods:{target}",
+        build=lambda cls, model, hyper: cls(model.parameters(), **hyper.adamw),
+        summary="a test",
+    )
+
+Mine = torch.optim.AdamW
+GOOD, LAZY = spec("good", "Mine"), spec("lazy", "Lazy")
+NUMBER = 3
+"""
+ENTRY_POINTS = """[forge_optim.optimizers]
+good = outside_package.methods:GOOD
+adamw = outside_package.methods:GOOD
+renamed = outside_package.methods:LAZY
+broken = outside_package.nothing:X
+"""
+
+
+@pytest.fixture
+def outside(tmp_path, monkeypatch):
+    """A package on sys.path, not installed; this process forgets it afterwards."""
+    package = tmp_path / "site" / "outside_package"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    (package / "methods.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    monkeypatch.setattr(environment, "gpus", lambda: [])
+    registry.plugins.cache_clear()
+    yield tmp_path / "site"
+    registry.plugins.cache_clear()
+    for name in [name for name in sys.modules if name.startswith("outside_package")]:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def installed(outside):
+    """The same package with entry points."""
+    folder = outside / "outside_package-1.0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: outside-package\nVersion: 1.0\n")
+    (folder / "entry_points.txt").write_text(ENTRY_POINTS)
+    return outside
+
+
+def forge_bench(monkeypatch, *arguments):
+    monkeypatch.setattr(sys, "argv", ["forge-bench", *map(str, arguments)])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    return caught.value.code
+
+
+SMALL = ("--seq", "16", "--data", "random", "--device", "cpu")
+
+
+def test_measured_beside_a_built_in_one(outside, tmp_path, monkeypatch, capsys):
+    name = "outside_package.methods:GOOD"
+    options = ["--optimizers", f"{name},adamw-fused", "--steps", "2", "--out", tmp_path / "runs"]
+    assert forge_bench(monkeypatch, *options, *SMALL) == 0, capsys.readouterr().err
+    (folder,) = (tmp_path / "runs").iterdir()
+    found, _ = records.load(folder)
+    assert {(r.key, r.method, r.status) for r in found} == {
+        (name, "Outside good", "ok"), ("adamw-fused", "fused AdamW", "ok"),
+    }  # fmt: skip
+    mine = next(record for record in found if record.key == name)
+    assert mine.latency_ms > 0 and mine.grad_bytes == 2 * mine.params
+    assert json.loads((folder / "run.json").read_text())["rows"][0]["key"] == name
+    assert forge_bench(monkeypatch, "--resume", folder) == 0
+
+
+def test_check_says_what_failed(outside, monkeypatch, capsys):
+    assert forge_bench(monkeypatch, "check", "outside_package.methods:LAZY,adamw", *SMALL) == 1
+    shown = capsys.readouterr().out
+    assert "never moved" in shown and "pass  adamw/hf/eager  after 6 steps" in shown
+
+
+def test_check_of_what_cannot_run_proves_nothing(monkeypatch, capsys):
+    assert forge_bench(monkeypatch, "check", "adalomo", *SMALL, "--json") == 1
+    (row,) = json.loads(capsys.readouterr().out)
+    assert (row["status"], row["gate"]) == ("unsupported", "")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("outside_package.nothing:X", "does not import (ModuleNotFoundError"),
+        ("outside_package.methods:X", "does not import (AttributeError"),
+        ("outside_package.methods:NUMBER", "is a int, not a forge.optim.spec.OptimizerSpec"),
+        ("outside_package.methods:", "does not import"),
+        (":GOOD", "does not import"),
+    ],
+)
+def test_refused_in_one_line(outside, name, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert forge_bench(monkeypatch, "--optimizers", name, *SMALL) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"forge-bench: --optimizers: {name} ") and message in error
+    assert error.count("\n") == 1 and not (tmp_path / "results").exists()
+
+
+def test_entry_points(installed, monkeypatch, capsys):
+    specs, problems = registry.plugins()
+    assert list(specs) == ["good"] and registry.find("good").method == "Outside good"
+    for expected in (
+        "entry point adamw of outside-package: the key is taken",
+        "entry point renamed of outside-package: its spec has the key 'lazy'",
+        "entry point broken of outside-package: outside_package.nothing:X does not import",
+    ):
+        assert any(problem.startswith(expected) for problem in problems), problems
+    assert registry.find("adamw").method == "vanilla AdamW"
+    assert forge_bench(monkeypatch, "list", "--json") == 0
+    captured = capsys.readouterr()
+    assert "good" in [row["key"] for row in json.loads(captured.out)]
+    assert captured.err.count("forge-bench: entry point") == 3
+    from forge.harness.rows import select_rows
+
+    assert "good" in [row.key for row in select_rows(["all"], "cpu")]
+    assert forge_bench(monkeypatch, "check", "good", *SMALL) == 0, "the worker did not find it"
