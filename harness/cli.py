@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import numpy as np
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from forge.harness import environment, leaderboard, records, tables
+from forge.harness import (
+    environment,
+    estimate,
+    leaderboard,
+    ofu_sweep,
+    options,
+    records,
+    roofline,
+    tables,
+)
 from forge.harness.execution import EXECUTIONS
-from forge.harness.rows import KERNELS, Row, select_rows
+from forge.harness.rows import KERNELS, Row
 from forge.harness.runner import (
     Run,
     Settings,
@@ -25,13 +33,12 @@ from forge.harness.runner import (
     new_folder,
     save_settings,
 )
-from forge.harness.workloads import ATTENTION, MODELS
+from forge.harness.workloads import MODELS
 from forge.optim.registry import REGISTRY
 
 RESULTS = Path("results")
 # Newer typer carries its own copy of click: the common base is reached through typer.
 USAGE_ERROR: Any = typer.BadParameter.__base__
-SUBCOMMANDS = ("run", "list", "leaderboard")
 
 HELP = """Measure optimizers on the same training step.
 
@@ -44,7 +51,8 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=N
 def main() -> None:
     """Entry point. Options without a subcommand mean ``run``."""
     arguments = sys.argv[1:]
-    if arguments and arguments[0] not in (*SUBCOMMANDS, "--help"):
+    known = [command.name for command in app.registered_commands]
+    if arguments and arguments[0] not in (*known, "--help"):
         arguments = ["run", *arguments]
     try:
         sys.exit(app(arguments, standalone_mode=False) or 0)
@@ -55,12 +63,7 @@ def main() -> None:
         sys.exit(130)
 
 
-def _refuse(message: str) -> NoReturn:
-    typer.echo(f"forge-bench: {message}", err=True)
-    raise typer.Exit(2)
-
-
-@app.command()
+@app.command("run")
 def run(
     context: typer.Context,
     optimizers: Annotated[str, typer.Option(help="all, or keys separated by commas")] = "all",
@@ -99,46 +102,40 @@ def run(
     as_json: Annotated[bool, typer.Option("--json", help="results as JSON on stdout")] = False,
 ) -> None:
     """Measure step time and peak memory of every method on the same work."""
-    console = _console(stderr=as_json)
+    console = options.console(stderr=as_json)
     if resume is not None:
         _only_resume(context)
-        folder, settings = resume, _checked(load_settings, resume)
-        settings = replace(settings, hardware=_hardware(_device(settings.device)))
-        batches = _checked(batches_of, settings)
+        folder, settings = resume, options.checked(load_settings, resume)
+        settings = replace(settings, hardware=options.hardware(options.device(settings.device)))
+        batches = options.checked(batches_of, settings)
     else:
-        where = _device(device)
+        where = options.device(device)
         settings = Settings(
             run_id="",
-            model=_model(model, weights, where),
+            model=options.model(model, weights, where),
             model_name="",
             weights=weights,
             batch=batch,
             seq=seq or (512 if where == "cuda" else 128),
             steps=steps or (None if where == "cuda" else 5),
             warmup=warmup or (20 if where == "cuda" else 2),
-            attention=_attention(attention, where),
+            attention=options.attention(attention, where),
             data=data,
             device=where,
             dtype="bfloat16",
             seed=seed,
             repeat=repeat,
-            repeat_only=_keys(repeat_only),
-            hardware=_hardware(where),
+            repeat_only=options.keys(repeat_only),
+            hardware=options.hardware(where),
             timeout_s=timeout,
             rows=[],
         )
-        rows = _rows(optimizers, where, kernels, execution, states, weights)
+        rows = options.rows(optimizers, where, kernels, execution, states, weights)
         _check_repeats(settings, rows)
-        batches = _checked(batches_of, settings)
+        batches = options.checked(batches_of, settings)
         folder, settings = _create(out, settings, rows)
     found = _execute(folder, settings, batches, console)
     _report(found, settings, console, as_json)
-
-
-def _console(stderr: bool = False) -> Console:
-    console = Console(stderr=stderr)
-    # A pipe or a file has no width; 80 columns would cut the tables.
-    return console if console.is_terminal else Console(stderr=stderr, width=180)
 
 
 def _only_resume(context: typer.Context) -> None:
@@ -149,87 +146,16 @@ def _only_resume(context: typer.Context) -> None:
         and getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"
     ]
     if given:
-        _refuse(f"--resume takes every setting from the run's folder; drop --{given[0]}")
-
-
-def _checked(function: Any, *arguments: Any) -> Any:
-    try:
-        return function(*arguments)
-    except ValueError as error:
-        _refuse(str(error))
-
-
-def _device(asked: str | None) -> str:
-    found = bool(environment.gpus())
-    if asked not in (None, "cuda", "cpu"):
-        _refuse(f"--device: unknown {asked!r}; valid: cuda, cpu")
-    if asked == "cuda" and not found:
-        _refuse("--device cuda: no NVIDIA GPU here; use --device cpu")
-    return asked or ("cuda" if found else "cpu")
-
-
-def _hardware(device: str) -> str:
-    if device == "cpu":
-        return environment.cpu_name()
-    visible = environment.gpus()
-    return visible[0]["name"].removeprefix("NVIDIA ") if visible else "none"
-
-
-def _model(asked: str | None, weights: str | None, device: str) -> str:
-    if asked and weights:
-        _refuse("--model and --weights: a checkpoint brings its own model, give one of the two")
-    if weights and Path(weights).is_dir() and not (Path(weights) / "config.json").exists():
-        _refuse(f"--weights {weights}: the folder holds no config.json")
-    if asked and asked not in MODELS:
-        _refuse(f"--model: unknown {asked!r}; valid: {', '.join(MODELS)}")
-    return asked or ("qwen3-0.6b" if device == "cuda" else "qwen3-tiny")
-
-
-def _attention(asked: str, device: str) -> str:
-    if asked not in ATTENTION:
-        _refuse(f"--attention: unknown {asked!r}; valid: {', '.join(ATTENTION)}")
-    if asked == "flash" and device != "cuda":
-        _refuse("--attention flash: FlashAttention needs a CUDA device; use --attention sdpa")
-    if asked == "flash" and importlib.util.find_spec("flash_attn") is None:
-        _refuse("--attention flash: flash-attn is not installed; use --attention sdpa")
-    return asked
-
-
-def _rows(
-    optimizers: str,
-    device: str,
-    kernels: str | None,
-    execution: str | None,
-    states: str | None,
-    weights: str | None,
-) -> list[Row]:
-    if kernels == "forge":
-        _refuse("--kernels forge: comes with the whole-step kernels, not in this version")
-    if kernels is not None and kernels not in KERNELS:
-        _refuse(f"--kernels: unknown {kernels!r}; valid: {', '.join(KERNELS)}")
-    if execution is not None and execution not in EXECUTIONS:
-        _refuse(f"--execution: unknown {execution!r}; valid: {', '.join(EXECUTIONS)}")
-    if device == "cpu" and kernels is not None and kernels.startswith("liger"):
-        _refuse(f"--kernels {kernels}: Liger's kernels need a CUDA device; use --kernels hf")
-    if device == "cpu" and execution is not None and "cuda_graph" in execution:
-        _refuse(f"--execution {execution}: a CUDA graph needs a CUDA device; use eager")
-    keys = _keys(optimizers)
-    if not keys:
-        _refuse(f"--optimizers: empty; valid: all, {', '.join(REGISTRY)}")
-    return _checked(select_rows, keys, device, kernels, execution, states)
-
-
-def _keys(text: str) -> list[str]:
-    return [key.strip() for key in text.split(",") if key.strip()]
+        options.refuse(f"--resume takes every setting from the run's folder; drop --{given[0]}")
 
 
 def _check_repeats(settings: Settings, rows: list[Row]) -> None:
     known = {name for row in rows for name in (row.key, row.id)}
     unknown = [name for name in settings.repeat_only if name not in known]
     if unknown:
-        _refuse(f"--repeat-only: not in this run: {', '.join(unknown)}")
+        options.refuse(f"--repeat-only: not in this run: {', '.join(unknown)}")
     if settings.repeat_only and settings.repeat == 1:
-        _refuse("--repeat-only: says what to measure again, but --repeat is 1")
+        options.refuse("--repeat-only: says what to measure again, but --repeat is 1")
 
 
 def _create(out: Path, settings: Settings, rows: list[Row]) -> tuple[Path, Settings]:
@@ -239,7 +165,7 @@ def _create(out: Path, settings: Settings, rows: list[Row]) -> tuple[Path, Setti
     try:
         folder = new_folder(out, workload, settings.hardware, commit)
     except OSError as error:
-        _refuse(f"--out {out}: {error}")
+        options.refuse(f"--out {out}: {error}")
     settings = replace(
         settings, run_id=folder.name, model_name=name, rows=[asdict(row) for row in rows]
     )
@@ -267,7 +193,7 @@ def _execute(
     earlier, damaged = records.load(folder)
     problem = job.mismatch(earlier)
     if problem:
-        _refuse(f"--resume {folder}: rows would not compare: {problem}")
+        options.refuse(f"--resume {folder}: rows would not compare: {problem}")
     rows = job.remaining(earlier)
     done, total = len(earlier), len(earlier) + len(rows)
     for message in damaged:
@@ -323,7 +249,8 @@ def _report(
 @app.command("list")
 def list_methods() -> None:
     """Show every method: package, licence, states, limits."""
-    _console().print(tables.methods_table(list(REGISTRY.values()), environment.package_version))
+    table = tables.methods_table(list(REGISTRY.values()), environment.package_version)
+    options.console().print(table)
 
 
 @app.command("leaderboard")
@@ -340,7 +267,7 @@ def regenerate(
 ) -> None:
     """Regenerate leaderboard.csv (and the README's table) from the recorded runs."""
     if not runs.is_dir():
-        _refuse(f"--runs {runs}: no such folder")
+        options.refuse(f"--runs {runs}: no such folder")
     for message in leaderboard.write(runs, published, target, include_cpu):
         typer.echo(message, err=True)
     typer.echo(f"wrote {target}")
@@ -352,10 +279,15 @@ def regenerate(
     if run_id is None:
         measured = frame[frame["source"] == "measured"]["run_id"]
         if measured.empty:
-            _refuse("--readme: the leaderboard has no measured run")
+            options.refuse("--readme: the leaderboard has no measured run")
         run_id = str(measured.max())
-    _checked(tables.rewrite_readme, readme, _checked(tables.markdown, frame, run_id))
+    options.checked(tables.rewrite_readme, readme, options.checked(tables.markdown, frame, run_id))
     typer.echo(f"wrote the table of {run_id} into {readme}")
+
+
+app.command("roofline")(roofline.command)
+app.command("estimate")(estimate.command)
+app.command("ofu-sweep")(ofu_sweep.command)
 
 
 if __name__ == "__main__":
