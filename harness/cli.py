@@ -19,6 +19,7 @@ from forge.harness import (
     leaderboard,
     ofu_sweep,
     options,
+    profile,
     records,
     roofline,
     tables,
@@ -287,6 +288,7 @@ def regenerate(
 
 app.command("roofline")(roofline.command)
 app.command("estimate")(estimate.command)
+app.command("profile")(profile.command)
 app.command("ofu-sweep")(ofu_sweep.command)
 
 

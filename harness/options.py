@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -15,6 +15,7 @@ from forge.harness.rows import KERNELS, Row, select_rows
 from forge.harness.workloads import ATTENTION, MODELS
 from forge.optim.registry import REGISTRY
 
+WIDTH = 180
 MODEL_HELP = f"{', '.join(MODELS)}, or a Hugging Face configuration: folder or json"
 
 
@@ -28,7 +29,12 @@ def console(stderr: bool = False) -> Console:
     """Where tables go."""
     terminal = Console(stderr=stderr)
     # A pipe or a file has no width; 80 columns would cut the tables.
-    return terminal if terminal.is_terminal else Console(stderr=stderr, width=180)
+    return terminal if terminal.is_terminal else Console(stderr=stderr, width=WIDTH)
+
+
+def file_console(file: IO[str]) -> Console:
+    """The same for a text file."""
+    return Console(file=file, width=WIDTH)
 
 
 def checked(function: Any, *arguments: Any) -> Any:
