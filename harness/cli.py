@@ -52,8 +52,8 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=N
 def main() -> None:
     """Entry point. Options without a subcommand mean ``run``."""
     arguments = sys.argv[1:]
-    known = [command.name for command in app.registered_commands]
-    if arguments and arguments[0] not in (*known, "--help"):
+    group: Any = typer.main.get_command(app)
+    if arguments and arguments[0] not in (*group.commands, "--help"):
         arguments = ["run", *arguments]
     try:
         sys.exit(app(arguments, standalone_mode=False) or 0)
@@ -64,7 +64,7 @@ def main() -> None:
         sys.exit(130)
 
 
-@app.command("run")
+@app.command()
 def run(
     context: typer.Context,
     optimizers: Annotated[str, typer.Option(help="all, or keys separated by commas")] = "all",

@@ -26,6 +26,8 @@ WORKSPACES, WORKSPACE_BYTES = 3, 32 * 2**20
 # bf16 logits; PyTorch's has log-probabilities, their gradient and that of the logits, all fp32.
 LOGIT_BYTES = {"liger": BF16 + FP32, "hf": 3 * FP32, "torch": 3 * FP32, "liger+flce": 0}
 FORMS_HEAD_IN_LOSS = "liger+flce"
+# Of gate, up and the activation, how many the MLP saves: Liger computes the activation again.
+MLP_SAVED = {"liger": 2, "hf": 3, "torch": 3, "liger+flce": 2}
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,6 @@ def saved_bytes(shape: Shape, kernels: str) -> float:
     Raises:
         KeyError: ``kernels`` is not one of :data:`LOGIT_BYTES`.
     """
-    LOGIT_BYTES[kernels]
     rotated = shape.q_width + shape.kv_width
     # Inputs of the four linears; queries, keys, values and output of attention (which is the
     # input of one of them).
@@ -63,8 +64,7 @@ def saved_bytes(shape: Shape, kernels: str) -> float:
     # Norms save their input; transformers' save it in fp32, and their result before the weight.
     normed = shape.norms * shape.hidden + (rotated if shape.qk_norm else 0)
     saved += normed * (BF16 + FP32 if kernels == "hf" else BF16)
-    # Gate and up; PyTorch's multiplication also saves the activation.
-    return saved + BF16 * shape.intermediate * (2 if kernels.startswith("liger") else 3)
+    return saved + BF16 * shape.intermediate * MLP_SAVED[kernels]
 
 
 def estimate(

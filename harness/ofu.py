@@ -47,7 +47,7 @@ class Observation:
 
 def device_uuid() -> str:
     """``GPU-...`` of the first CUDA device, as NVML names it."""
-    return f"GPU-{torch.cuda.get_device_properties(0).uuid}"
+    return "GPU-" + str(torch.cuda.get_device_properties(0).uuid).removeprefix("GPU-")
 
 
 def observe(
