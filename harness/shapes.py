@@ -202,6 +202,8 @@ def load_shape(model: str) -> tuple[str, Shape]:
         raw = json.loads(file.read_text())
         config = AutoConfig.for_model(raw.pop("model_type"), **raw)
     except (ValueError, KeyError, AttributeError, TypeError) as error:
-        reason = f"no configuration that transformers knows: {error}"
-        raise ValueError(f"model {model}: {reason}") from error
+        reason = (str(error).splitlines() or [""])[0][:200]
+        raise ValueError(
+            f"model {model}: no configuration that transformers knows: {reason}"
+        ) from error
     return (file.parent.name if file.name == "config.json" else file.stem), shape_of(config)

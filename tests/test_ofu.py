@@ -296,3 +296,19 @@ def test_the_sweep_without_gpu_or_counters_is_refused(monkeypatch, capsys, tmp_p
     assert forge_bench(monkeypatch, "ofu-sweep") == 2
     assert "the peak of L40S is not known" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.gpu
+def test_a_large_product_on_a_gpu(monkeypatch):
+    from forge.harness import hardware, options
+
+    monkeypatch.setattr(ofu, "LEAD_S", 0.3)
+    gpu = hardware.find(options.hardware("cuda"))
+    if gpu is None:
+        pytest.skip("the peak of this GPU is not known")
+    row = ofu_sweep.measure((4096, 4096, 4096), gpu, ofu.device_uuid())
+    if row["missing"]:
+        pytest.skip("; ".join(row["missing"]))
+    assert 40 < row["achieved_pct"] < 100
+    assert row["ofu_adjusted_pct"] == pytest.approx(row["achieved_pct"], abs=5)
+    assert row["kernel"] and 4096 % row["tile"][0] == 0

@@ -249,3 +249,20 @@ def test_refusals(arguments, message, tmp_path, monkeypatch, capsys):
     captured = capsys.readouterr()
     assert message in captured.err and captured.err.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("execution", ["eager", "cuda_graph"])
+def test_a_gpu_profile(execution, monkeypatch, capsys, tmp_path):
+    options = f"--model qwen3-tiny --seq 128 --kernels torch --execution {execution} --out".split()
+    code = forge_bench(monkeypatch, "profile", "adamw-fused", *options, str(tmp_path), "--json")
+    captured = capsys.readouterr()
+    assert code == 0, captured.err
+    found = json.loads(captured.out)
+    parts = {row["part"]: row for row in found["parts"]}
+    # q, k, v are one matrix here, gate and up too; a product may be split over two kernels.
+    assert parts["gemm"]["pieces"] >= 3 * (4 * 4 + 1)
+    assert parts["attention"]["pieces"] >= 8 and parts["update"]["pieces"] >= 1
+    assert parts["idle"]["ms"] < found["wall_ms"]
+    # A graph is one launch beside the copies of the batch.
+    assert (found["launches"] < 10) == (execution == "cuda_graph")

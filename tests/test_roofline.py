@@ -186,6 +186,15 @@ def test_a_sliding_window_sees_fewer_keys():
     }
 
 
+def test_the_text_part_of_a_multimodal_configuration_counts(tmp_path):
+    text = dict(model_type="gemma3_text", num_hidden_layers=3, hidden_size=640)
+    path = tmp_path / "both.json"
+    path.write_text(json.dumps(dict(model_type="gemma3", text_config=text)))
+    name, shape = load_shape(str(path))
+    assert (name, shape.layers, shape.hidden) == ("both", 3, 640)
+    assert (shape.norms, shape.qk_norm) == (4, True)
+
+
 def test_whole_tiles():
     assert tile_share(512, 1024, 4096, (128, 128, 64)) == 1.0
     assert tile_share(129, 128, 64, (128, 128, 64)) == pytest.approx(129 / 256)
@@ -248,6 +257,8 @@ def test_command(monkeypatch, capsys, tmp_path):
         ("roofline", "Missing argument"),
         ("roofline nope", "model 'nope': not one of qwen3-tiny"),
         ("roofline {tmp}/broken.json", "no configuration that transformers knows"),
+        ("roofline {tmp}/list.json", "no configuration that transformers knows"),
+        ("roofline {tmp}/new.json", "no configuration that transformers knows"),
         ("roofline {tmp}/mamba.json", "model_type 'mamba': its operations are not counted"),
         ("roofline qwen3-tiny --hardware v100", "--hardware: unknown 'v100'; valid: h200"),
         ("roofline qwen3-tiny --states fp7", "--states: unknown 'fp7'; valid: bf16"),
@@ -256,6 +267,8 @@ def test_command(monkeypatch, capsys, tmp_path):
 )
 def test_refusals(arguments, message, tmp_path, monkeypatch, capsys):
     (tmp_path / "broken.json").write_text("{")
+    (tmp_path / "list.json").write_text("[1]")
+    (tmp_path / "new.json").write_text('{"model_type": "not-yet-written"}')
     (tmp_path / "mamba.json").write_text('{"model_type": "mamba"}')
     assert forge_bench(monkeypatch, *arguments.format(tmp=tmp_path).split()) == 2
     captured = capsys.readouterr()
