@@ -131,7 +131,7 @@ def run(
             timeout_s=timeout,
             rows=[],
         )
-        rows = options.rows(optimizers, where, kernels, execution, states, weights)
+        rows = options.rows(optimizers, where, kernels, execution, states)
         _check_repeats(settings, rows)
         batches = options.checked(batches_of, settings)
         folder, settings = _create(out, settings, rows)

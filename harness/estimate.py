@@ -13,7 +13,7 @@ from forge.harness import options
 from forge.harness.execution import EXECUTIONS
 from forge.harness.memory import GIB
 from forge.harness.memory_model import LOGIT_BYTES, estimate
-from forge.harness.shapes import Shape, load_shape
+from forge.harness.shapes import MODEL_HELP, Shape, load_shape
 from forge.optim.registry import REGISTRY
 
 HELD = ("weights", "states", "gradients", "activations", "logits", "temporaries", "workspaces")
@@ -40,7 +40,7 @@ def predictions(
 
 
 def command(
-    model: Annotated[str, typer.Argument(help=options.MODEL_HELP)],
+    model: Annotated[str, typer.Argument(help=MODEL_HELP)],
     optimizers: Annotated[str, typer.Option(help="all, or keys separated by commas")] = "all",
     batch: Annotated[int, typer.Option(min=1)] = 1,
     seq: Annotated[int, typer.Option(min=2)] = 512,

@@ -1,10 +1,14 @@
-"""What the commands of ``forge-bench`` share: checking options, refusing them, the console."""
+"""What the commands share: values of options checked in one place, refusals, the console."""
 
 from __future__ import annotations
 
 import importlib.util
+import json
+import os
+import sys
+from collections.abc import Iterable
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -15,12 +19,11 @@ from forge.harness.rows import KERNELS, Row, select_rows
 from forge.harness.workloads import ATTENTION, MODELS
 from forge.optim.registry import REGISTRY
 
-WIDTH = 180
-MODEL_HELP = f"{', '.join(MODELS)}, or a Hugging Face configuration: folder or json"
+RESULTS = Path("results")
 
 
 def refuse(message: str) -> NoReturn:
-    """End the command: ``message`` names the option and the way out."""
+    """End with ``message`` on stderr and exit code 2: bad input, nothing was changed."""
     typer.echo(f"forge-bench: {message}", err=True)
     raise typer.Exit(2)
 
@@ -29,16 +32,22 @@ def console(stderr: bool = False) -> Console:
     """Where tables go."""
     terminal = Console(stderr=stderr)
     # A pipe or a file has no width; 80 columns would cut the tables.
-    return terminal if terminal.is_terminal else Console(stderr=stderr, width=WIDTH)
+    return terminal if terminal.is_terminal else Console(stderr=stderr, width=180)
 
 
-def file_console(file: IO[str]) -> Console:
-    """The same for a text file."""
-    return Console(file=file, width=WIDTH)
+def show_json(value: Any) -> None:
+    """Print ``value``, and nothing else, on stdout."""
+    print(json.dumps(value, indent=1, allow_nan=False))
+
+
+def warn(messages: Iterable[str]) -> None:
+    """Damaged lines, plug-ins that do not load: said on stderr, and the work goes on."""
+    for message in messages:
+        typer.echo(f"forge-bench: {message}", err=True)
 
 
 def checked(function: Any, *arguments: Any) -> Any:
-    """``function(*arguments)``; a ValueError's message refuses the command."""
+    """``function(*arguments)``; its ValueError is a refusal."""
     try:
         return function(*arguments)
     except ValueError as error:
@@ -46,7 +55,7 @@ def checked(function: Any, *arguments: Any) -> Any:
 
 
 def device(asked: str | None) -> str:
-    """``cuda`` or ``cpu``: as asked, or what there is."""
+    """``cuda`` or ``cpu``."""
     found = bool(environment.gpus())
     if asked not in (None, "cuda", "cpu"):
         refuse(f"--device: unknown {asked!r}; valid: cuda, cpu")
@@ -55,16 +64,16 @@ def device(asked: str | None) -> str:
     return asked or ("cuda" if found else "cpu")
 
 
-def hardware(device: str) -> str:
-    """Name of the GPU or processor that ``device`` is."""
-    if device == "cpu":
+def hardware(where: str) -> str:
+    """Name of the GPU or the processor."""
+    if where == "cpu":
         return environment.cpu_name()
     visible = environment.gpus()
     return visible[0]["name"].removeprefix("NVIDIA ") if visible else "none"
 
 
 def model(asked: str | None, weights: str | None, device: str) -> str:
-    """Key of the model, which a checkpoint replaces."""
+    """Key of the model."""
     if asked and weights:
         refuse("--model and --weights: a checkpoint brings its own model, give one of the two")
     if weights and Path(weights).is_dir() and not (Path(weights) / "config.json").exists():
@@ -75,7 +84,7 @@ def model(asked: str | None, weights: str | None, device: str) -> str:
 
 
 def attention(asked: str, device: str) -> str:
-    """The implementation asked for, if it can run."""
+    """``asked``, if it can be had."""
     if asked not in ATTENTION:
         refuse(f"--attention: unknown {asked!r}; valid: {', '.join(ATTENTION)}")
     if asked == "flash" and device != "cuda":
@@ -91,9 +100,8 @@ def rows(
     kernels: str | None,
     execution: str | None,
     states: str | None,
-    weights: str | None,
 ) -> list[Row]:
-    """The rows that ``--optimizers`` and its filters choose."""
+    """The rows that the options choose."""
     if kernels == "forge":
         refuse("--kernels forge: comes with the whole-step kernels, not in this version")
     if kernels is not None and kernels not in KERNELS:
@@ -107,9 +115,13 @@ def rows(
     chosen = keys(optimizers)
     if not chosen:
         refuse(f"--optimizers: empty; valid: all, {', '.join(REGISTRY)}")
+    if any(":" in key for key in chosen):
+        # A console script lacks what `python -m` has: the folder it is started in. Last, so that
+        # nothing in there hides an installed package.
+        sys.path.append(os.getcwd())
     return checked(select_rows, chosen, device, kernels, execution, states)
 
 
 def keys(text: str) -> list[str]:
-    """Split at commas."""
+    """Items of a comma-separated list."""
     return [key.strip() for key in text.split(",") if key.strip()]

@@ -141,7 +141,7 @@ def command(
     where = options.device(device)
     if method not in REGISTRY:
         options.refuse(f"profile: unknown method {method!r}; valid: {', '.join(REGISTRY)}")
-    (row,) = options.rows(method, where, kernels, execution, None, None)
+    (row,) = options.rows(method, where, kernels, execution, None)
     settled = cannot_run(row, where)
     if settled:
         options.refuse(f"profile {method}: {settled[0]}: {settled[1]}")
@@ -168,7 +168,7 @@ def command(
     if where == "cpu" and _gradients(row) != STORED:
         title += "\nThe update runs inside backward; on a CPU its operators count with the others."
     with (folder / TABLE_FILE).open("w") as file:
-        _show(options.file_console(file), title, rows, found, top)
+        _show(Console(file=file, width=180), title, rows, found, top)
     if as_json:
         report = dict(row=asdict(row), steps=steps, wall_ms=wall_ms, launches=found.launches)
         print(json.dumps(report | _as_json(rows, found, top, folder), indent=1))

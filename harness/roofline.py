@@ -16,7 +16,7 @@ from rich.table import Table
 
 from forge.harness import options
 from forge.harness.hardware import HARDWARE, Hardware
-from forge.harness.shapes import Gemm, Shape, load_shape
+from forge.harness.shapes import MODEL_HELP, Gemm, Shape, load_shape
 
 BF16 = 2
 # Bytes a parameter of m and v, stored; 8-bit states' scales (0.1 byte) are left out.
@@ -136,7 +136,7 @@ def floor(shape: Shape, batch: int, seq: int, hardware: Hardware, states: str) -
 
 
 def command(
-    model: Annotated[str, typer.Argument(help=options.MODEL_HELP)],
+    model: Annotated[str, typer.Argument(help=MODEL_HELP)],
     batch: Annotated[int, typer.Option(min=1)] = 1,
     seq: Annotated[int, typer.Option(min=2)] = 512,
     hardware: Annotated[str, typer.Option(help=", ".join(HARDWARE))] = "h200",

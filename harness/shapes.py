@@ -10,6 +10,7 @@ from typing import Any
 
 from forge.harness.workloads import MODELS
 
+MODEL_HELP = f"{', '.join(MODELS)}, or a Hugging Face configuration: folder or json"
 # Decoders of attention and a gated MLP. Anything else (experts, Mamba, latent attention) does other
 # work than these formulas count, and is refused.
 _QK_NORM = {"qwen3", "gemma3_text"}
