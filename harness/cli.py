@@ -16,12 +16,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from forge.harness import (
     compare,
     environment,
+    estimate,
     gate,
     leaderboard,
     noise,
+    ofu_sweep,
     options,
+    profile,
     publish,
     records,
+    roofline,
     tables,
 )
 from forge.harness.execution import EXECUTIONS
@@ -62,7 +66,11 @@ Exit codes:
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help=HELP)
 app.command("check")(gate.command)
 app.command("compare")(compare.command)
+app.command("estimate")(estimate.command)
+app.command("ofu-sweep")(ofu_sweep.command)
+app.command("profile")(profile.command)
 app.command("publish")(publish.command)
+app.command("roofline")(roofline.command)
 
 
 def main() -> None:

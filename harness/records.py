@@ -29,6 +29,10 @@ class Record:
         attention: what ran, ``sdpa:cudnn`` say; ``attention_request`` is what was asked for.
         peak_memory_gib: highest allocated during the timed steps; ``memory_kind`` says of what.
         peak_warmup_gib: highest allocated during warm-up (first-step costs, GaLore's SVD).
+        ofu_pct: share of the tensor cores' peak in use (:mod:`forge.harness.ofu`), over a window of
+            ``utilisation_window_s`` of steps after the timed ones, with the activity of tensor
+            cores and device memory in percent, the mean clock, and joules a step;
+            ``ofu_adjusted_pct`` is without the linears' work on padding.
         loss: loss at the gate's last step: the same number of steps for every method.
         grad_bytes: gradients in memory when the optimizer's step begins; ``None``: not known.
         slow_steps: indices into ``samples_ms`` of steps above five times the median.
@@ -69,6 +73,12 @@ class Record:
     tokens_per_s: float | None = None
     mfu_pct: float | None = None
     ofu_pct: float | None = None
+    ofu_adjusted_pct: float | None = None
+    tensor_active_pct: float | None = None
+    dram_active_pct: float | None = None
+    sm_clock_mhz: float | None = None
+    energy_j: float | None = None
+    utilisation_window_s: float | None = None
     loss: float | None = None
     gate: str = ""
     gate_detail: dict[str, Any] = field(default_factory=dict)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import importlib
+import itertools
 import json
 import math
 import os
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 
 from forge.harness import checks, timing
 from forge.harness.attention import attention_backend
-from forge.harness.efficiency import linear_weights, mfu_pct, model_flops
+from forge.harness.efficiency import record_columns
 from forge.harness.environment import package_version
 from forge.harness.execution import GraphStep, Step, UnsupportedExecution, build_step
 from forge.harness.memory import GIB, GradientMeter, PeakMeter, state_bytes
@@ -208,7 +209,16 @@ def _time(job: Job, row: Row, target: Any, batches: list[Any], fields: dict[str,
     params = sum(p.numel() for p in model.parameters() if p.requires_grad)
     held = state_bytes(optimizer, model)
     tokens = job.batch * job.seq
-    measured = dict(
+    feed = itertools.cycle(batches)
+    efficiency, missing = record_columns(
+        _config(job),
+        job.batch,
+        job.seq,
+        job.hardware,
+        latency_ms=p50,
+        step=(lambda: step(next(feed))) if job.device == "cuda" else None,
+    )
+    measured = efficiency | dict(
         samples_ms=samples,
         steps=steps,
         latency_ms=p50,
@@ -218,10 +228,9 @@ def _time(job: Job, row: Row, target: Any, batches: list[Any], fields: dict[str,
         state_bytes=held,
         state_bytes_per_param=held / params,
         tokens_per_s=tokens / p50 * 1e3,
-        mfu_pct=mfu_pct(model_flops(_config(job), job.batch, job.seq), p50, job.hardware),
         slow_steps=timing.slow_steps(samples),
     )
-    notes = _notes({**fields, **measured})
+    notes = "; ".join(filter(None, [_notes({**fields, **measured}), *missing]))
     fields |= {**measured, "notes": notes}
 
 
@@ -278,11 +287,18 @@ def _config(job: Job) -> Any:
 def _gate_config(job: Job) -> Any:
     """The row's model; a large one keeps its first layers, so that the fp32 reference fits."""
     config = _config(job)
-    if config.num_hidden_layers > GATE_LAYERS and linear_weights(config) > GATE_PARAMS:
+    if config.num_hidden_layers > GATE_LAYERS and _parameters(config) > GATE_PARAMS:
         config.num_hidden_layers = GATE_LAYERS
         if getattr(config, "layer_types", None):
             config.layer_types = config.layer_types[:GATE_LAYERS]
     return config
+
+
+def _parameters(config: Any) -> int:
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config).num_parameters()
 
 
 def _load_batches(job: Job) -> list[dict[str, Tensor]]:

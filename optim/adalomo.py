@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from forge.optim.footprint import RELEASED, Footprint, factored
 from forge.optim.spec import Hyper, OptimizerSpec
 
 # AdaLomo multiplies its rate by RMS(weight): 0.02 for the matrices of these models, 1 for norms.
@@ -47,6 +48,8 @@ SPECS = (
         devices=("cuda",),
         states="fp32 factored",
         exact=False,
+        # gradient, update and weight of the parameter in fp32
+        footprint=Footprint(factored, RELEASED, step_bytes=12),
         adamw_decay=False,
     ),
 )

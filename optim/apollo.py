@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from forge.optim.footprint import Footprint, low_rank
 from forge.optim.groups import split_hidden_linears
 from forge.optim.spec import Hyper, OptimizerSpec
 
@@ -46,6 +47,8 @@ def _spec(rank: int, note: str) -> OptimizerSpec:
             "synchronizes per matrix",
         ),
         exact=False,
+        # sqrt(v), and m over it
+        footprint=Footprint(low_rank(rank), step_bytes=4),
     )
 
 

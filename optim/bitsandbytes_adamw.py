@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from forge.optim.footprint import Footprint, blockwise_8bit
 from forge.optim.spec import Hyper, OptimizerSpec
 
 
@@ -34,6 +35,7 @@ SPECS = (
         licence="MIT",
         limits=("no CUDA graph", "no torch.compile", "no FSDP2", "synchronizes per parameter"),
         states="int8",
+        footprint=Footprint(blockwise_8bit(small=lambda itemsize: 8)),
         exact=False,
     ),
 )

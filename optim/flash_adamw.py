@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from forge.optim.footprint import RELEASED, Footprint, per_element
 from forge.optim.spec import Hyper, OptimizerSpec, backward_only
 
 
@@ -27,6 +28,8 @@ _COMMON: dict[str, Any] = dict(
     states="int8",
     exact=False,
 )
+# m, v and the weight's correction, a byte each, and an fp16 scale of m and of v per 32 elements.
+_STATE = per_element(3 + 2 * 2 / 32)
 _SUMMARY = "FlashAdamW(master_weight_bits=24): int8 states, bf16 weight plus 8 correction bits"
 _LIMITS = ("CUDA only", "no CUDA graph", "no torch.compile", "bf16 or fp16 weights")
 
@@ -37,6 +40,7 @@ SPECS = (
         build=_build,
         summary=_SUMMARY,
         limits=_LIMITS,
+        footprint=Footprint(_STATE),
         **_COMMON,
     ),
     OptimizerSpec(
@@ -46,6 +50,7 @@ SPECS = (
         summary=f"{_SUMMARY}; each parameter steps, and frees its gradient, in backward",
         limits=(*_LIMITS, "no accumulation", "no clipping", "no GradScaler", "no DDP"),
         train=backward_only,
+        footprint=Footprint(_STATE, RELEASED),
         **_COMMON,
     ),
 )

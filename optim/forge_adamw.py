@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from forge.optim.footprint import FUSED, Footprint, per_element
 from forge.optim.spec import Hyper, OptimizerSpec
 
 
@@ -33,6 +34,7 @@ SPECS = tuple(
         states=states,
         limits=_LIMITS,
         capturable=True,
+        footprint=Footprint(per_element(size), FUSED, queued_bytes=2**27),
     )
-    for states in ("bf16", "fp32")
+    for states, size in (("bf16", 4), ("fp32", 8))
 )

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from forge.optim.footprint import Footprint, low_rank
 from forge.optim.groups import split_hidden_linears
 from forge.optim.spec import Hyper, OptimizerSpec
 
@@ -37,5 +38,7 @@ SPECS = (
             "an SVD per matrix every 200 steps",
         ),
         exact=False,
+        # sqrt(v), and m over it
+        footprint=Footprint(low_rank(128), step_bytes=4),
     ),
 )

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from torch import nn
 from torch.optim import AdamW
 
+from forge.optim.footprint import Footprint
 from forge.optim.groups import split_hidden_linears
 from forge.optim.spec import Hyper, OptimizerSpec
+
+
+def _state(dims: tuple[int, ...], hidden: bool, itemsize: int) -> float:
+    return (1 if hidden else 2) * itemsize * math.prod(dims)
 
 
 class MuonWithAdamW:
@@ -45,5 +51,6 @@ SPECS = (
         "torch.optim.AdamW(fused=True) for the rest",
         limits=("no CUDA graph",),
         exact=False,
+        footprint=Footprint(_state),
     ),
 )

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from forge.optim.footprint import RELEASED, Footprint, same_dtype
 from forge.optim.spec import Hyper, OptimizerSpec, backward_only
 
 
@@ -46,6 +47,7 @@ def _spec(key: str, method: str, kahan_sum: bool | None, note: str) -> Optimizer
             "no torch.compile",
         ),
         train=backward_only,
+        footprint=Footprint(same_dtype(2 if kahan_sum is False else 3), RELEASED),
     )
 
 

@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from forge.optim.footprint import Footprint
+
 
 @dataclass(frozen=True)
 class Hyper:
@@ -66,6 +68,7 @@ class OptimizerSpec:
             otherwise the gate uses the looser tolerance.
         adamw_decay: its weight decay is AdamW's, so the gate checks it.
         capturable: honours ``Hyper.capturable``.
+        footprint: what it holds in memory; ``None``: not known, so its peak is not predicted.
     """
 
     key: str
@@ -82,6 +85,7 @@ class OptimizerSpec:
     exact: bool = True
     adamw_decay: bool = True
     capturable: bool = False
+    footprint: Footprint | None = None
 
     def resolve(self) -> Any:
         """Import ``target``. Raises ImportError or AttributeError when the package is missing."""

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from forge.optim.footprint import Footprint, same_dtype
 from forge.optim.spec import Hyper, OptimizerSpec
 
 
@@ -29,6 +30,8 @@ SPECS = (
         target="torch.optim:AdamW",
         build=_build(fused=False, foreach=False),
         summary="torch.optim.AdamW(foreach=False, fused=False): one parameter at a time",
+        # sqrt(v), and its quotient by the bias correction
+        footprint=Footprint(same_dtype(2), step_bytes=4),
     ),
     OptimizerSpec(
         key="adamw-foreach",
@@ -36,6 +39,8 @@ SPECS = (
         target="torch.optim:AdamW",
         build=_build(fused=False, foreach=True),
         summary="torch.optim.AdamW(foreach=True): PyTorch's default on CUDA",
+        # sqrt(v) of every parameter at once
+        footprint=Footprint(same_dtype(2), step_bytes_all=2),
     ),
     OptimizerSpec(
         key="adamw-fused",
@@ -44,5 +49,6 @@ SPECS = (
         build=_build(fused=True, foreach=False),
         summary="torch.optim.AdamW(fused=True)",
         capturable=True,
+        footprint=Footprint(same_dtype(2)),
     ),
 )

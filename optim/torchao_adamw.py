@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from forge.optim.footprint import Footprint, blockwise_8bit
 from forge.optim.spec import Hyper, OptimizerSpec
 
 
@@ -25,6 +26,8 @@ SPECS = (
         licence="BSD-3-Clause",
         limits=("needs a C compiler (torch.compile)", "no CUDA graph", "no FSDP1"),
         states="int8",
+        # m and v of the parameter in fp32, between the kernels that decode and encode them
+        footprint=Footprint(blockwise_8bit(small=lambda itemsize: 2 * itemsize), step_bytes=8),
         exact=False,
     ),
 )

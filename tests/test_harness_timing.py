@@ -8,7 +8,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from forge.harness import timing
 from forge.harness.attention import attention_backend
-from forge.harness.efficiency import linear_weights, mfu_pct, model_flops
+from forge.harness.efficiency import mfu_pct, model_flops
+from forge.harness.shapes import shape_of
 from forge.harness.workloads import MODELS, build_model
 
 
@@ -44,13 +45,13 @@ def test_linear_weights_count_the_real_model(name):
 
         model = Qwen3ForCausalLM(config)
     counted = sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear))
-    assert linear_weights(config) == counted
+    assert shape_of(config).linear_weights == counted
 
 
 def test_flops_of_a_step():
     config = MODELS["qwen3-0.6b"].hf_config()
     attention = 28 * 6 * 512**2 * 16 * 128
-    assert model_flops(config, 1, 512) == 6 * linear_weights(config) * 512 + attention
+    assert model_flops(config, 1, 512) == 6 * shape_of(config).linear_weights * 512 + attention
     assert mfu_pct(989.4e12 * 0.01, 20.0, "H200") == pytest.approx(50.0)
     assert mfu_pct(1e12, 20.0, "AMD EPYC") is None
 

@@ -1,0 +1,113 @@
+"""Peak memory of a training step, predicted from the model's shape and the method's footprint.
+
+The peak is the largest of four moments, each on top of weights, states and workspaces:
+
+- ``loss``: everything saved for backward, and the copies of the logits that the loss makes;
+- ``head``: the same, with the gradient of the logits and the head's weight gradient;
+- ``backward``: its end, when stored gradients are complete. A tied weight then has the gradients of
+  its two uses and, unless one can be added in place, their sum;
+- ``step``: stored gradients and the temporaries of the update.
+
+Weights and activations are bf16. Scalars a token (norms, attention) are left out: under 1 %.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from forge.harness.shapes import Shape
+from forge.optim.footprint import FUSED, RELEASED, STORED, Footprint
+
+BF16, FP32 = 2, 4
+# cuBLAS takes 32 MiB a handle on Hopper: one in the forward thread, one in backward's, and one for
+# cublasLt. A captured graph has its own beside those of the warm-up.
+WORKSPACES, WORKSPACE_BYTES = 3, 32 * 2**20
+# What the loss holds at its peak, bytes a logit. Liger's works on an fp32 copy in place, beside the
+# bf16 logits; PyTorch's has log-probabilities, their gradient and that of the logits, all fp32.
+LOGIT_BYTES = {"liger": BF16 + FP32, "hf": 3 * FP32, "torch": 3 * FP32, "liger+flce": 0}
+FORMS_HEAD_IN_LOSS = "liger+flce"
+# Of gate, up and the activation, how many the MLP saves: Liger computes the activation again.
+MLP_SAVED = {"liger": 2, "hf": 3, "torch": 3, "liger+flce": 2}
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes at the peak, by what holds them; ``moment`` says when that is."""
+
+    moment: str
+    weights: float
+    states: float
+    gradients: float
+    activations: float
+    logits: float
+    temporaries: float
+    workspaces: float
+
+    @property
+    def peak(self) -> float:
+        """Their sum."""
+        held = self.weights + self.states + self.gradients + self.activations
+        return held + self.logits + self.temporaries + self.workspaces
+
+
+def saved_bytes(shape: Shape, kernels: str) -> float:
+    """Bytes a token that one layer saves for backward.
+
+    Raises:
+        KeyError: ``kernels`` is not one of :data:`LOGIT_BYTES`.
+    """
+    rotated = shape.q_width + shape.kv_width
+    # Inputs of the four linears; queries, keys, values and output of attention (which is the
+    # input of one of them).
+    saved = BF16 * (2 * shape.hidden + shape.intermediate + rotated + shape.kv_width)
+    saved += BF16 * shape.q_width
+    # Norms save their input; transformers' save it in fp32, and their result before the weight.
+    normed = shape.norms * shape.hidden + (rotated if shape.qk_norm else 0)
+    saved += normed * (BF16 + FP32 if kernels == "hf" else BF16)
+    return saved + BF16 * shape.intermediate * MLP_SAVED[kernels]
+
+
+def estimate(
+    shape: Shape, batch: int, seq: int, footprint: Footprint, kernels: str, execution: str
+) -> Estimate:
+    """The peak of a step of ``batch`` sequences of ``seq`` tokens.
+
+    Args:
+        kernels, execution: as in :class:`~forge.harness.rows.Row`.
+
+    Raises:
+        KeyError: the memory of ``kernels`` is not modelled.
+    """
+    tokens, kind = batch * seq, footprint.gradients
+    weights = float(BF16 * shape.numel)
+    states = sum(p.count * footprint.state(p.dims, p.hidden, BF16) for p in shape.parameters)
+    table = float(BF16 * shape.head.weights)
+    activations = tokens * shape.layers * saved_bytes(shape, kernels)
+    logits, logit_gradient = float(tokens * shape.vocab * LOGIT_BYTES[kernels]), 0.0
+    in_loss = kernels == FORMS_HEAD_IN_LOSS
+    if not in_loss:
+        logit_gradient = tokens * shape.vocab * float(BF16)
+
+    # gradients, activations, logits, temporaries
+    moments = {"loss": (table if in_loss else 0.0, activations, logits, 0.0)}
+    head = 0.0 if kind == FUSED and not in_loss else table
+    moments["head"] = (head, activations, logit_gradient, 0.0)
+    # The embedding's gradient is complete last; a tied weight's sum is made in place only when
+    # the head's gradient is no view.
+    extra = (table if in_loss else 2 * table) if shape.tied else 0.0
+    if kind == STORED:
+        moments["backward"] = (weights, 0.0, 0.0, extra)
+        step = footprint.step_bytes * max(p.numel for p in shape.parameters)
+        step += footprint.step_bytes_all * shape.numel
+        moments["step"] = (weights, 0.0, 0.0, step)
+    else:
+        factors = logit_gradient if kind == FUSED and shape.tied else 0.0
+        if factors:
+            extra -= table  # the head's gradient is added to the embedding's
+        moments["backward"] = (table, 0.0, factors, extra + footprint.queued_bytes)
+    if kind == RELEASED:
+        step = footprint.step_bytes * max(p.numel for p in shape.parameters)
+        moments["step"] = (0.0, 0.0, 0.0, step)
+    moment = max(moments, key=lambda name: sum(moments[name]))
+    handles = WORKSPACES * (2 if execution.endswith("cuda_graph") else 1)
+    return Estimate(moment, weights, states, *moments[moment], float(handles * WORKSPACE_BYTES))
