@@ -88,12 +88,13 @@ def update_elements(
     w = round_to(w, w_ptr.dtype.element_ty, h, 0, STOCHASTIC)
     tl.store(w_ptr + index, w, mask=mask)
     for j in tl.static_range(len(state_ptrs)):
-        dtype: tl.constexpr = state_ptrs[j].dtype.element_ty
         if len(scale_ptrs) > 0:
-            s, scale = encode(states[j], mask, h, j + 1, dtype, STOCHASTIC)
+            s, scale = encode(
+                states[j], mask, h, j + 1, state_ptrs[j].dtype.element_ty, STOCHASTIC
+            )
             tl.store(scale_ptrs[j] + blocks, scale, mask=in_blocks)
         else:
-            s = round_to(states[j], dtype, h, j + 1, STOCHASTIC)
+            s = round_to(states[j], state_ptrs[j].dtype.element_ty, h, j + 1, STOCHASTIC)
         tl.store(state_ptrs[j] + index, s, mask=mask)
 
 

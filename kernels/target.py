@@ -148,5 +148,6 @@ def pointer(like_ptr, entry_ptr, j: tl.constexpr, ALIGN: tl.constexpr):
     """
     itemsize: tl.constexpr = like_ptr.dtype.element_ty.primitive_bitwidth // 8
     multiple: tl.constexpr = ALIGN // itemsize if ALIGN > itemsize else 1
-    offset = (tl.load(entry_ptr + j) - like_ptr.to(tl.int64)) // itemsize
-    return like_ptr + tl.multiple_of(offset, multiple)
+    # Multiplied out, not hinted: a hint on a division by 1 is lost with the division.
+    offset = (tl.load(entry_ptr + j) - like_ptr.to(tl.int64)) // (itemsize * multiple)
+    return like_ptr + offset * multiple
