@@ -62,7 +62,7 @@ def update_elements(
     g,  # fp32, the gradient of these elements; with scales [R, 128]
     index,  # int64, their offsets from w_ptr and from every state pointer
     mask,
-    blocks,  # with scales: int64 [R], the offsets of the rows' scales
+    blocks,  # with scales: [R, 1], the offsets of the rows' scales
     in_blocks,
     RULE: tl.constexpr,
     SCALARS: tl.constexpr,
@@ -89,9 +89,7 @@ def update_elements(
     tl.store(w_ptr + index, w, mask=mask)
     for j in tl.static_range(len(state_ptrs)):
         if len(scale_ptrs) > 0:
-            s, scale = encode(
-                states[j], mask, h, j + 1, state_ptrs[j].dtype.element_ty, STOCHASTIC
-            )
+            s, scale = encode(states[j], mask, h, j + 1, state_ptrs[j].dtype.element_ty, STOCHASTIC)
             tl.store(scale_ptrs[j] + blocks, scale, mask=in_blocks)
         else:
             s = round_to(states[j], state_ptrs[j].dtype.element_ty, h, j + 1, STOCHASTIC)
@@ -132,12 +130,12 @@ def _apply_rule_kernel(
         rows = field(entry_ptr, 3, 1)
         columns = field(entry_ptr, 4, ALIGN)
         across = tl.cdiv(columns, BLOCK).to(tl.int32)
-        blocks = program * (ELEMENTS // BLOCK) + tl.arange(0, ELEMENTS // BLOCK)
+        blocks = (program * (ELEMENTS // BLOCK) + tl.arange(0, ELEMENTS // BLOCK))[:, None]
         row = (blocks // across).to(tl.int64)
-        column = (blocks % across)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-        index = row[:, None] * columns + column
+        column = (blocks % across) * BLOCK + tl.arange(0, BLOCK)[None, :]
+        index = row * columns + column
         in_blocks = row < rows
-        mask = in_blocks[:, None] & (column < columns)
+        mask = in_blocks & (column < columns)
     else:
         index = program.to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
         mask = index < numel

@@ -9,14 +9,15 @@ multiply-add, and an integer addition and shift of the float's bits. Neighbourin
 to 12 % of the value, down to 2^-12 of the block's largest value (signed) or 2^-28 (unsigned); the
 smallest non-zero value is 2^-18 or 2^-34 of the block's scale.
 
-Signed codes are int8, those of states that are never negative uint8; exponents are uint8, biased as
-in fp32 (E8M0 of the OCP microscaling formats). Scales are powers of two, so that a value which stays
-keeps its code when the block's largest value changes.
+Signed codes are int8, those of states that are never negative uint8; exponents are uint8, biased
+as in fp32 (E8M0 of the OCP microscaling formats). Scales are powers of two, so that a value which
+stays keeps its code when the block's largest value changes. Blocks lie along a row of memory; the
+last of a row may be shorter.
 
 Rounding is stochastic, linear between neighbours, so that a stored value is right on average and a
 decay of 0.1 % a step is not lost between codes 10 % apart. An unsigned value above zero is never
-rounded to zero: it stands under a fraction. NaN, infinity and values from 2^126 on turn their block
-into NaN. Blocks lie along a row of memory, the last of a row may be shorter.
+rounded to zero, because it stands under a fraction. NaN, infinity and values from 2^126 on turn
+their block into NaN.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from torch.nn.functional import pad
 from forge.kernels.rounding import draw
 from forge.kernels.runtime import Dual, bits_of, float_of, tl, triton
 from forge.kernels.target import BLOCK, rows_and_columns
+
 
 def _block_exponent(largest):
     # From 15/16 of a power of two on, a value may be rounded up to it: the next exponent. 2^8 more
@@ -79,8 +81,8 @@ _to_unsigned, _from_unsigned = encode_unsigned.triton, decode_unsigned.triton
 
 @triton.jit
 def decode(code, scale):
-    """fp32 values of ``code`` [R, 128], int8 or uint8, with exponents ``scale`` [R]."""
-    exponent = scale.to(tl.int32)[:, None]
+    """fp32 values of ``code`` [R, 128], int8 or uint8, with exponents ``scale`` [R, 1]."""
+    exponent = scale.to(tl.int32)
     if code.dtype == tl.int8:
         return _from_signed(code.to(tl.int32), exponent)
     else:
@@ -90,9 +92,11 @@ def decode(code, scale):
 @triton.jit
 def encode(x, mask, h, stream: tl.constexpr, dtype: tl.constexpr, STOCHASTIC: tl.constexpr):
     """Codes and exponents of fp32 ``x`` [R, 128] where ``mask``; ``h``, ``stream`` as of draw."""
-    largest = tl.max(tl.where(mask, x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0), axis=1)
+    largest = tl.max(
+        tl.where(mask, x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0), axis=1, keep_dims=True
+    )
     exponent = _exponent(largest)
-    inverse = _inverse(exponent)[:, None]
+    inverse = _inverse(exponent)
     random = 0x8000  # half a step: to nearest
     if STOCHASTIC:
         random = draw(h, stream).to(tl.int32)

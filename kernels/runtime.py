@@ -121,7 +121,7 @@ class Dual:
 
     def __init__(self, fn: Callable) -> None:
         self.torch = fn
-        self.triton = None
+        self.triton: Any = None
         if HAS_TRITON:
             # The interpreter wants `tl` among a function's globals.
             names = {**fn.__globals__, **_TRITON, "tl": tl}

@@ -100,10 +100,10 @@ def _wgrad_update_kernel(
 
     index = rn[:, None] * K + rk[None, :]
     mask = in_n[:, None] & in_k[None, :]
-    blocks = rn.to(tl.int64) * tiles_k + tile_k  # of the scales: BLOCK_K is one block then
+    blocks = rn[:, None].to(tl.int64) * tiles_k + tile_k  # of scales: BLOCK_K is one block then
     update_elements(
-        w_ptr, states, scales, scalars_ptr, seed_ptr, salt, acc, index, mask, blocks, in_n,
-        RULE, SCALARS, STOCHASTIC,
+        w_ptr, states, scales, scalars_ptr, seed_ptr, salt, acc, index, mask, blocks,
+        in_n[:, None], RULE, SCALARS, STOCHASTIC,
     )  # fmt: skip
 
 
@@ -114,7 +114,7 @@ def _tile(operand_bytes: int, coded: bool = False) -> dict[str, int]:
     4.1 / 11.2, 64x64 with 4 warps 4.9 / 12.5, 128x64 4.5 / 14.0. Larger tiles spill in the update.
     """
     if operand_bytes == 4 and coded:
-        return dict(BLOCK_M=32, BLOCK_N=32, BLOCK_K=128, GROUP=8, num_warps=4, num_stages=3)
+        return dict(BLOCK_M=32, BLOCK_N=64, BLOCK_K=128, GROUP=8, num_warps=8, num_stages=3)
     if operand_bytes == 4:
         return dict(BLOCK_M=32, BLOCK_N=64, BLOCK_K=64, GROUP=8, num_warps=4, num_stages=3)
     return dict(BLOCK_M=64, BLOCK_N=64, BLOCK_K=128, GROUP=8, num_warps=8, num_stages=4)

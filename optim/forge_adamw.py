@@ -28,10 +28,11 @@ SPECS = tuple(
         method="FORGE",
         target="forge:ForgeAdamW",
         build=_build(states),
-        summary=f"ForgeAdamW(model, states={states!r}), stochastic rounding of what is bf16",
+        summary=f"ForgeAdamW(model, states={states!r}), stochastic rounding of what is not fp32",
         licence="Apache-2.0",
         states=states,
+        exact=states != "int8",
         limits=_LIMITS,
     )
-    for states in ("bf16", "fp32")
+    for states in ("bf16", "fp32", "int8")
 )
