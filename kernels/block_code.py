@@ -31,10 +31,10 @@ from forge.kernels.runtime import Dual, bits_of, float_of, tl, triton
 from forge.kernels.target import BLOCK, rows_and_columns
 
 
-def _block_exponent(largest):
-    # From 15/16 of a power of two on, a value may be rounded up to it: the next exponent. 2^8 more
-    # because encoding adds F(0). A NaN of all ones would overflow, so that is asked first.
-    e = where(largest < 0x7E800000, (largest + 0x00100100) >> 23, 255)
+def _block_exponent(largest, margin):
+    # Above the last code a value belongs to the next exponent: it may be rounded up to it. A NaN of
+    # all ones would overflow, so that is asked first.
+    e = where(largest < 0x7E800000, (largest + margin) >> 23, 255)
     # Below 2^-87 fp32 has no room for the smallest codes.
     return where(e < 40, 40, e)
 
@@ -68,7 +68,8 @@ def _encode_unsigned(x, inverse_scale, random):
     return where((x > 0) & (code < 1), 1, code)
 
 
-# int32 in and out but for fp32 x, inverse_scale and what is decoded.
+# int32 in and out but for fp32 x, inverse_scale and what is decoded. `largest` are the bits of the
+# block's largest magnitude, `margin` is how many floats the last code, 1.875 - F(0), is below 2.
 block_exponent = Dual(_block_exponent)
 inverse_scale = Dual(_inverse_scale)
 decode_signed, encode_signed = Dual(_decode_signed), Dual(_encode_signed)
@@ -95,7 +96,7 @@ def encode(x, mask, h, stream: tl.constexpr, dtype: tl.constexpr, STOCHASTIC: tl
     largest = tl.max(
         tl.where(mask, x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0), axis=1, keep_dims=True
     )
-    exponent = _exponent(largest)
+    exponent = _exponent(largest, 0x1000FF if dtype == tl.int8 else 0x0FFFFF)
     inverse = _inverse(exponent)
     random = 0x8000  # half a step: to nearest
     if STOCHASTIC:
@@ -138,7 +139,8 @@ def encode_reference(x: Tensor, codes: Tensor, scales: Tensor, random: Tensor | 
     magnitude = bits_of(values) & 0x7FFFFFFF
     columns = values.shape[1]
     blocks = pad(magnitude, (0, -columns % BLOCK)).view(*scales.shape, BLOCK)
-    exponent = block_exponent.torch(blocks.amax(dim=2))
+    margin = 0x1000FF if codes.dtype == torch.int8 else 0x0FFFFF
+    exponent = block_exponent.torch(blocks.amax(dim=2), margin)
     inverse = inverse_scale.torch(exponent).repeat_interleave(BLOCK, dim=1)[:, :columns]
     bits: Tensor | int = 0x8000  # half a step
     if random is not None:
