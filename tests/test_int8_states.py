@@ -30,6 +30,15 @@ each_code = pytest.mark.parametrize("dtype", [torch.int8, torch.uint8], ids=["si
 WIDTHS = [(33, 1), (5, 127), (3, 128), (4, 129), (2, 200), (7, 384)]
 
 
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """Small tensors: a second thread costs more than it brings."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 def encoded(x, dtype, random=None):
     codes = torch.full_like(x, 99, dtype=dtype)
     scales = torch.full(scale_shape(codes), 99, dtype=torch.uint8)
@@ -277,7 +286,7 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(40, 24)
-        self.up = nn.Linear(48, 100)
+        self.up = nn.Linear(48, 100, bias=False)
         self.head = nn.Linear(100, 40, bias=False)
 
     def forward(self, ids):
@@ -309,16 +318,7 @@ def small(seed=0, make=ForgeAdamW, states="int8", **kwargs):
     return net, make(net, states=states, **{"lr": 3e-3, **kwargs})
 
 
-@pytest.fixture
-def one_thread():
-    """Small tensors: a second thread costs more than it brings."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-def test_500_steps_end_where_fp32_states_end(one_thread):
+def test_500_steps_end_where_fp32_states_end():
     finals = {}
     for states in ("fp32", "int8"):
         for seed in range(3):
