@@ -108,6 +108,8 @@ class Slot:
         param = self.param
         if self.owner() is None or param._backward_hooks or param._post_accumulate_grad_hooks:
             return False
+        if not param.is_contiguous():
+            return False  # laid out anew since its layer was fused; the fused kernel walks rows
         try:
             if not torch._C._will_engine_execute_node(self.node):
                 # Nobody wants this gradient (torch.autograd.grad of something else), or autograd

@@ -15,7 +15,13 @@ from forge.kernels.wgrad_auto import check_path
 from forge.linear import ForgeLinear, Slot, fuse_linears, slot_of
 from forge.optim.clock import Clock
 from forge.optim.rules import Rule
-from forge.optim.states import check_format, new_states, state_dtype
+from forge.optim.states import (
+    FORMATS,
+    check_format,
+    check_states,
+    convert_states,
+    stored_names,
+)
 from forge.queue import UpdateQueue, check_single_process
 
 _DTYPES = (torch.bfloat16, torch.float32)
@@ -57,10 +63,11 @@ class ForgeOptimizer(torch.optim.Optimizer):
         defaults: hyperparameters of groups that do not set their own.
         model: with ``params`` given as parameters or groups, the module whose ``nn.Linear`` layers
             are fused.
-        states: how optimizer states are stored: ``"auto"`` (each parameter's dtype), ``"bf16"`` or
-            ``"fp32"``.
-        rounding: of what is stored in bf16: ``"stochastic"`` (unbiased; small updates are not
-            lost) or ``"nearest"``.
+        states: how optimizer states are stored: ``"auto"`` (each parameter's dtype), ``"bf16"``,
+            ``"fp32"``, or ``"int8"``: codes of 8 bits with a scale for every 128 values of a row,
+            of every parameter (matrices that are a few columns wide spend more on scales).
+        rounding: of what is stored in bf16 or 8 bits: ``"stochastic"`` (unbiased; small updates
+            are not lost) or ``"nearest"``, which 8 bits refuse: slow averages would stand still.
         seed: of stochastic rounding.
         path: how weight gradient and update are computed: ``"auto"`` (by token count and shape,
             as measured), ``"tiles"``, ``"scratch"`` or ``"hopper"``; see
@@ -114,7 +121,7 @@ class ForgeOptimizer(torch.optim.Optimizer):
             self._layers = fuse_linears(model)
         try:
             for layer in self._layers:
-                dtype = state_dtype(states, layer.weight)
+                dtype = FORMATS[states] or layer.weight.dtype
                 check_path(path, layer.weight, dtype, len(self.rule.states))
         except ValueError:
             self.release()
@@ -246,6 +253,7 @@ class ForgeOptimizer(torch.optim.Optimizer):
                 "build a new one (load_state_dict keeps the states)"
             )
         self._queue.state = self.state
+        names = stored_names(self.rule, self.states)
         restarted: dict[tuple, Clock] = {}
         for slot in self._slots:
             target = slot.target
@@ -261,7 +269,7 @@ class ForgeOptimizer(torch.optim.Optimizer):
                     self._clocks.append(clock)
                 slot.clock, slot.target = restarted[key], None
             elif (
-                not all(map(is_, map(stored.get, self.rule.states), target.states))
+                not all(map(is_, map(stored.get, names), target.states + target.scales))
                 or param.stride() != target.stride
             ):
                 slot.target = None
@@ -305,12 +313,16 @@ class ForgeOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """As in ``torch.optim.Optimizer``, in the layout of the same rule's torch optimizer.
 
+        With ``states="int8"``, ``<state>_code`` and ``<state>_scale`` stand for a state: a torch
+        optimizer does not know them, one of this package with other ``states`` does.
+
         Tensors alias the live states, except ``step`` and the like: parameters share those here,
         and an optimizer that loads them would advance them once for each parameter.
         """
         result = super().state_dict()
+        names = stored_names(self.rule, self.states)
         result["state"] = {
-            key: {k: v if k in self.rule.states else v.clone() for k, v in state.items()}
+            key: {k: v if k in names else v.clone() for k, v in state.items()}
             for key, state in result["state"].items()
         }
         result["param_groups"] = [{**self.fixed, **group} for group in result["param_groups"]]
@@ -320,7 +332,8 @@ class ForgeOptimizer(torch.optim.Optimizer):
         """Load what ``state_dict()`` returned, or the state of the same rule's torch optimizer.
 
         Unlike torch's, which casts every state to the parameter's dtype, it keeps states in this
-        optimizer's format. Everything is checked before anything is changed.
+        optimizer's format, whichever they were saved in (to nearest). Everything is checked before
+        anything is changed.
 
         Optimizers that count no steps (torch's SGD) save no ``step``: their parameters' states
         count as one step old, which is all that such a rule asks.
@@ -348,10 +361,9 @@ class ForgeOptimizer(torch.optim.Optimizer):
                 )
             self._check_group(i, theirs)
             for param, key in zip(mine["params"], theirs["params"], strict=True):
-                state = _read_state(
-                    state_dict["state"].get(key, {}), param, names[id(param)], self.rule
-                )
+                state = _read_state(state_dict["state"].get(key, {}), names[id(param)], self.rule)
                 if state:
+                    check_states(self.rule, self.states, param, state, names[id(param)])
                     loaded[id(param)] = state
         for mine, theirs in zip(self.param_groups, groups, strict=True):
             # In place: schedulers and clocks hold these dicts.
@@ -377,9 +389,7 @@ class ForgeOptimizer(torch.optim.Optimizer):
             slot.clock = clocks[key]
             slot.updated, slot.target, slot.factors = False, None, []
             if state:
-                mine = new_states(self.rule, self.states, param)
-                for name, tensor in mine.items():
-                    tensor.copy_(state[name])
+                mine = convert_states(self.rule, self.states, param, state)
                 self.state[param] = {**slot.clock.counts(), **mine}
         self._clocks = list(clocks.values())
 
@@ -432,23 +442,15 @@ def _check_hyper(settings: dict[str, Any]) -> None:
             raise ValueError(f"Invalid beta parameter at index {i}: {beta}")
 
 
-def _read_state(
-    state: dict[str, Any], param: Tensor, name: str, rule: Rule
-) -> dict[str, Any] | None:
-    """A parameter's part of a state_dict, checked; None when no step has updated it."""
+def _read_state(state: dict[str, Any], name: str, rule: Rule) -> dict[str, Any] | None:
+    """A parameter's part of a state_dict; None when no step has updated it."""
     if not rule.counted:
         state = {key: value for key, value in state.items() if value is not None}
         state = state and {"step": 1.0, **state}
     if not state:
         return None
-    for key in ("step", *rule.carried, *rule.states):
+    for key in ("step", *rule.carried):
         if key not in state:
             raise KeyError(f"{name!r}: the state_dict has no {key!r}, which {rule.name} needs")
-    for key in rule.states:
-        if state[key].shape != param.shape:
-            raise ValueError(
-                f"{name!r}: {key} has shape {tuple(state[key].shape)} in the state_dict, "
-                f"the parameter {tuple(param.shape)}"
-            )
     # torch's Adagrad saves what its states start with. Here they start at zero.
     return state if float(state["step"]) > 0 else None

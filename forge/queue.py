@@ -16,7 +16,7 @@ from forge.kernels.target import Target
 from forge.kernels.wgrad_auto import wgrad_update_auto
 from forge.linear import Factors, Slot
 from forge.optim.rules import Rule
-from forge.optim.states import new_states
+from forge.optim.states import convert_states, new_states, stored_names
 
 # A launch for every small layer costs more host time than the layer's update takes on the GPU. This
 # much of gradients, and as much of the factors of fused ones, may wait for the next launch.
@@ -167,12 +167,20 @@ class UpdateQueue:
         state = self.state[param]
         if not state:
             state.update(slot.clock.counts(), **new_states(self.rule, self.states, param))
-        for name in self.rule.states:
-            stored = state[name]
-            if stored.device != param.device or stored.stride() != param.stride():
-                # The parameter was moved or laid out anew.
-                state[name] = torch.empty_like(param, dtype=stored.dtype).copy_(stored)
-        return Target(param, [state[name] for name in self.rule.states], slot.salt)
+        names, count = stored_names(self.rule, self.states), len(self.rule.states)
+        if any(
+            state[name].device != param.device or state[name].stride() != param.stride()
+            for name in names[:count]
+        ):
+            # The parameter was moved or laid out anew.
+            if self.states == "int8":
+                state.update(convert_states(self.rule, self.states, param, state))
+            else:
+                for name in names:
+                    stored = state[name]
+                    state[name] = torch.empty_like(param, dtype=stored.dtype).copy_(stored)
+        stored = [state[name] for name in names]
+        return Target(param, stored[:count], slot.salt, stored[count:])
 
 
 def _refuse(slot: Slot) -> NoReturn:

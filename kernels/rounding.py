@@ -5,9 +5,9 @@ value is ``x`` on average. The bits come from an integer hash of (element index,
 more than the optimizer update itself (FORGE, arXiv 2606.22932, Table 3). torch and Triton draw the
 same bits, so a step is reproducible across both.
 
-All stored values of an element use the same bits, the upper half of its hash: each is unbiased by
-itself, and that the errors of a weight and of its states go together does not matter, since none
-of them enters a later step but through its mean.
+All bf16 values of an element use the same bits, the upper half of its hash: each is unbiased by
+itself, and errors of 2^-9 that go together do no harm. Codes of 8 bits, whose errors are forty
+times as large, use a half each.
 
 The hash multiplies twice, each time folding the upper half of the 64-bit product onto the lower:
 four instructions on a GPU.
@@ -63,6 +63,19 @@ def random_bits_reference(x: Tensor, seed: Tensor) -> Tensor:
 def random_bits(x, seed):
     h = hash32(x & ~1, seed)
     return tl.where((x & 1) != 0, h * 0x9E3779B1, h)
+
+
+def half_reference(h: Tensor, j: int) -> Tensor:
+    """16 of the bits ``h`` for the 8-bit code of state ``j``: the upper half, or the lower."""
+    return h & 0xFFFF if j else _shift(h, 16)
+
+
+@triton.jit
+def half(h, j: tl.constexpr):
+    if j == 0:
+        return h >> 16
+    else:
+        return h & 0xFFFF
 
 
 def stochastic_bf16_reference(x: Tensor, h: Tensor) -> Tensor:

@@ -48,6 +48,26 @@ def on_device(tensor: Tensor) -> Any:
     return torch.cuda.device(tensor.device if tensor.is_cuda else -1)
 
 
+def bits_of(x: Tensor) -> Tensor:
+    """The bits of fp32 ``x`` as int32."""
+    return x.view(torch.int32)
+
+
+def float_of(bits: Tensor) -> Tensor:
+    """The fp32 number of these bits, an int32."""
+    return bits.view(torch.float32)
+
+
+@triton.jit
+def _bits_of(x):
+    return x.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _float_of(bits):
+    return bits.to(tl.float32, bitcast=True)
+
+
 @triton.jit
 def _sqrt(x):
     return tl.sqrt(x)
@@ -85,6 +105,8 @@ _TRITON = {
     "log2": _log2,
     "where": _where,
     "sign": _sign,
+    "bits_of": _bits_of,
+    "float_of": _float_of,
 }
 
 
@@ -92,13 +114,14 @@ class Dual:
     """An arithmetic function, written once, that runs on torch tensors and inside Triton kernels.
 
     The function may use operators, tuples, and torch's ``sqrt``, ``divide``, ``exp2``, ``log2``,
-    ``where`` and ``sign``, imported by those names. ``.torch`` is the function itself; ``.triton``
+    ``where`` and ``sign``, and ``bits_of`` and ``float_of`` above, imported by those names.
+    ``.torch`` is the function itself; ``.triton``
     is the same source with these names bound to Triton's (None without triton).
     """
 
     def __init__(self, fn: Callable) -> None:
         self.torch = fn
-        self.triton = None
+        self.triton: Any = None
         if HAS_TRITON:
             # The interpreter wants `tl` among a function's globals.
             names = {**fn.__globals__, **_TRITON, "tl": tl}

@@ -18,7 +18,14 @@ from torch import Tensor
 from forge.kernels.runtime import tl, triton
 
 CAPACITY = 64
+BLOCK = 128  # values of a row that share the scale of their 8-bit codes
 _NEVER = 2**62
+
+
+def rows_and_columns(t: Tensor) -> tuple[int, int]:
+    """``t``, dense, as rows of memory: those of a contiguous matrix, otherwise one."""
+    rows = t.shape[0] if t.dim() == 2 and t.is_contiguous() else 1
+    return rows, t.numel() // rows if rows else 0
 
 
 class Target:
@@ -26,14 +33,17 @@ class Target:
 
     Args:
         param: bf16 or fp32, dense: its elements fill a contiguous range of memory.
-        states: bf16 or fp32, one dtype for all, the shape and strides of ``param``.
+        states: bf16 or fp32, one dtype for all, or int8 and uint8 codes; the shape and strides of
+            ``param``.
         salt: the number of its first element, which every element's random bits depend on; within
             32 signed bits.
+        scales: of codes, the exponents of each state's blocks, as in kernels/block_code.py.
     """
 
     __slots__ = (
         "param",
         "states",
+        "scales",
         "salt",
         "address",
         "stride",
@@ -43,16 +53,22 @@ class Target:
         "dtypes",
     )
 
-    def __init__(self, param: Tensor, states: Sequence[Tensor], salt: int) -> None:
+    def __init__(
+        self, param: Tensor, states: Sequence[Tensor], salt: int, scales: Sequence[Tensor] = ()
+    ) -> None:
         self.param = param
         self.states = tuple(states)
+        self.scales = tuple(scales)
         self.salt = salt
         self.address, self.stride = param.data_ptr(), param.stride()
-        rows = param.shape[0] if param.dim() == 2 else 1
-        columns = param.numel() // rows if rows else 0
+        rows, columns = rows_and_columns(param)
         addresses = (self.address, *(s.data_ptr() for s in states))
         # In the order that the kernels read them.
-        self.fields = (salt, param.numel(), rows, columns, *addresses)
+        self.fields = (
+            *(salt, param.numel(), rows, columns),
+            *addresses,
+            *(s.data_ptr() for s in self.scales),
+        )
         # All that must be aligned for wide accesses, or-ed: as a flat array, and as a matrix.
         self.flat_bits = reduce(or_, addresses, param.numel())
         self.matrix_bits = reduce(or_, addresses, rows | columns)
@@ -183,5 +199,6 @@ def pointer(like_ptr, entry_ptr, j: tl.constexpr, ALIGN: tl.constexpr):
     """
     itemsize: tl.constexpr = like_ptr.dtype.element_ty.primitive_bitwidth // 8
     multiple: tl.constexpr = ALIGN // itemsize if ALIGN > itemsize else 1
-    offset = (tl.load(entry_ptr + j) - like_ptr.to(tl.int64)) // itemsize
-    return like_ptr + tl.multiple_of(offset, multiple)
+    # Multiplied out, not hinted: a hint on a division by 1 is lost with the division.
+    offset = (tl.load(entry_ptr + j) - like_ptr.to(tl.int64)) // (itemsize * multiple)
+    return like_ptr + offset * multiple

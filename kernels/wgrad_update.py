@@ -19,7 +19,7 @@ from torch import Tensor
 
 from forge.kernels.apply_rule import apply_rule_reference, update_elements
 from forge.kernels.runtime import INTERPRETED, Dual, on_device, runs_triton, tl, triton
-from forge.kernels.target import CAPACITY, Table, Target, field, find_entry, pointer
+from forge.kernels.target import BLOCK, CAPACITY, Table, Target, field, find_entry, pointer
 
 
 def wgrad_update_reference(
@@ -37,6 +37,7 @@ def _wgrad_update_kernel(
     x_ptr,
     w_ptr,
     state_ptrs,
+    scale_ptrs,
     scalars_ptr,
     seed_ptr,
     RULE: tl.constexpr,
@@ -52,7 +53,7 @@ def _wgrad_update_kernel(
     CAPACITY: tl.constexpr,
 ):
     entry, tile = find_entry(table_ptr, CAPACITY)
-    entry_ptr = table_ptr + CAPACITY + entry * (10 + len(state_ptrs))
+    entry_ptr = table_ptr + CAPACITY + entry * (10 + len(state_ptrs) + len(scale_ptrs))
     M = field(entry_ptr, 0, 1).to(tl.int32)
     dy_stride = field(entry_ptr, 1, ALIGN)
     x_stride = field(entry_ptr, 2, ALIGN)
@@ -66,6 +67,9 @@ def _wgrad_update_kernel(
     states = ()
     for j in tl.static_range(len(state_ptrs)):
         states = states + (pointer(state_ptrs[j], entry_ptr, 10 + j, ALIGN),)
+    scales = ()
+    for j in tl.static_range(len(scale_ptrs)):
+        scales = scales + (pointer(scale_ptrs[j], entry_ptr, 10 + len(state_ptrs) + j, 1),)
 
     # Walk the tiles in strips of GROUP rows: programs running together share operands in L2.
     tiles_n = tl.cdiv(N, BLOCK_N).to(tl.int32)
@@ -96,17 +100,21 @@ def _wgrad_update_kernel(
 
     index = rn[:, None] * K + rk[None, :]
     mask = in_n[:, None] & in_k[None, :]
+    blocks = rn[:, None].to(tl.int64) * tiles_k + tile_k  # of scales: BLOCK_K is one block then
     update_elements(
-        w_ptr, states, scalars_ptr, seed_ptr, salt, acc, index, mask, RULE, SCALARS, STOCHASTIC
-    )
+        w_ptr, states, scales, scalars_ptr, seed_ptr, salt, acc, index, mask, blocks,
+        in_n[:, None], RULE, SCALARS, STOCHASTIC,
+    )  # fmt: skip
 
 
-def _tile(operand_bytes: int) -> dict[str, int]:
+def _tile(operand_bytes: int, coded: bool = False) -> dict[str, int]:
     """Tile sizes and warps.
 
     Measured on an H200, the 196 linears of Qwen3-0.6B, ms at 512 / 4096 tokens: 64x128 with 8 warps
     4.1 / 11.2, 64x64 with 4 warps 4.9 / 12.5, 128x64 4.5 / 14.0. Larger tiles spill in the update.
     """
+    if operand_bytes == 4 and coded:
+        return dict(BLOCK_M=32, BLOCK_N=64, BLOCK_K=128, GROUP=8, num_warps=8, num_stages=3)
     if operand_bytes == 4:
         return dict(BLOCK_M=32, BLOCK_N=64, BLOCK_K=64, GROUP=8, num_warps=4, num_stages=3)
     return dict(BLOCK_M=64, BLOCK_N=64, BLOCK_K=128, GROUP=8, num_warps=8, num_stages=4)
@@ -145,7 +153,9 @@ def wgrad_update(
             if target.param.numel():
                 wgrad_update_reference(dy, x, target, scalars, seed, rule)
         return
-    tile = tile or _tile(dys[0].element_size())
+    tile = tile or _tile(dys[0].element_size(), coded=bool(first.scales))
+    if first.scales and tile["BLOCK_K"] != BLOCK:
+        raise ValueError(f"tile: 8-bit states need BLOCK_K={BLOCK}, the block that shares a scale")
     block_n, block_k = tile["BLOCK_N"], tile["BLOCK_K"]
     for start in range(0, len(targets), CAPACITY):
         chunk = slice(start, start + CAPACITY)
@@ -176,6 +186,7 @@ def wgrad_update(
                 xs[0],
                 first.param,
                 first.states,
+                first.scales,
                 scalars,
                 seed if seed is not None else scalars,
                 RULE=rule.triton,

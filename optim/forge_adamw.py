@@ -29,12 +29,13 @@ SPECS = tuple(
         method="FORGE",
         target="forge:ForgeAdamW",
         build=_build(states),
-        summary=f"ForgeAdamW(model, states={states!r}), stochastic rounding of what is bf16",
+        summary=f"ForgeAdamW(model, states={states!r}), stochastic rounding of what is not fp32",
         licence="Apache-2.0",
         states=states,
+        exact=states != "int8",
         limits=_LIMITS,
         capturable=True,
         footprint=Footprint(per_element(size), FUSED, queued_bytes=2**27),
     )
-    for states, size in (("bf16", 4), ("fp32", 8))
+    for states, size in (("bf16", 4), ("fp32", 8), ("int8", 2 + 2 / 128))
 )

@@ -34,6 +34,8 @@ class Rule:
         carried: names of scalars that follow a recurrence over the steps and start at 1.
             ``scalars`` takes their values before the step after ``hyper``'s, and returns those
             after the step behind its own.
+        nonnegative: those of ``states`` that are never below zero: they are stored in a code of
+            their own where states have 8 bits.
         counted: False when the rule asks no more of the step count than whether it is 1, and its
             other implementations save none.
     """
@@ -45,6 +47,7 @@ class Rule:
     scalars: Dual
     update: Dual
     carried: tuple[str, ...] = ()
+    nonnegative: tuple[str, ...] = ()
     counted: bool = True
 
 
@@ -68,6 +71,7 @@ def _adamw_update(w, g, states, scalars):
 ADAMW = Rule(
     name="adamw",
     states=("exp_avg", "exp_avg_sq"),
+    nonnegative=("exp_avg_sq",),
     hyper=("lr", "betas.0", "betas.1", "eps", "weight_decay"),
     scalar_count=6,
     scalars=Dual(_adamw_scalars),
@@ -95,6 +99,7 @@ def _adam_update(w, g, states, scalars):
 ADAM = Rule(
     name="adam",
     states=("exp_avg", "exp_avg_sq"),
+    nonnegative=("exp_avg_sq",),
     hyper=("lr", "betas.0", "betas.1", "eps", "weight_decay"),
     scalar_count=6,
     scalars=Dual(_adam_scalars),
@@ -135,6 +140,7 @@ def _nadam_update(w, g, states, scalars):
 NADAM = Rule(
     name="nadam",
     states=("exp_avg", "exp_avg_sq"),
+    nonnegative=("exp_avg_sq",),
     hyper=(
         "lr",
         "betas.0",
@@ -184,6 +190,7 @@ def _radam_update(w, g, states, scalars):
 RADAM = Rule(
     name="radam",
     states=("exp_avg", "exp_avg_sq"),
+    nonnegative=("exp_avg_sq",),
     hyper=("lr", "betas.0", "betas.1", "eps", "weight_decay", "decoupled_weight_decay"),
     scalar_count=7,
     scalars=Dual(_radam_scalars),
@@ -277,6 +284,7 @@ def _rmsprop_update(w, g, states, scalars):
 RMSPROP = Rule(
     name="rmsprop",
     states=("square_avg",),
+    nonnegative=("square_avg",),
     hyper=("lr", "alpha", "eps", "weight_decay"),
     scalar_count=4,
     scalars=Dual(_rmsprop_scalars),
@@ -300,6 +308,7 @@ def _adagrad_update(w, g, states, scalars):
 ADAGRAD = Rule(
     name="adagrad",
     states=("sum",),
+    nonnegative=("sum",),
     hyper=("lr", "lr_decay", "weight_decay", "initial_accumulator_value", "eps"),
     scalar_count=4,
     scalars=Dual(_adagrad_scalars),

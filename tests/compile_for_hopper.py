@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from forge.kernels import apply_rule, wgrad_update, wgrad_update_hopper
+from forge.kernels import apply_rule, target, wgrad_update, wgrad_update_hopper
 from forge.optim import rules
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -46,22 +46,32 @@ def usage(source: Any, options: dict[str, Any]) -> dict[str, int]:
     }
 
 
-def table_kernel(kernel: Any, rule: Any, constants: dict[str, Any], options: dict) -> dict:
-    """A kernel of pointer tables, bf16 throughout."""
+def table_kernel(
+    kernel: Any,
+    rule: Any,
+    constants: dict[str, Any],
+    options: dict,
+    states: str = "bf16",
+    operands: str = "*bf16",
+) -> dict:
+    """A kernel of pointer tables; all but the states, which may be int8, of type ``operands``."""
     names = kernel.arg_names
-    states = len(rule.states)
+    count = len(rule.states)
+    signs = {name: "*u8" if name in rule.nonnegative else "*i8" for name in rule.states}
     types = {
         "table_ptr": "*i64",
         "scalars_ptr": "*fp32",
         "seed_ptr": "*i32",
-        "state_ptrs": ("*bf16",) * states,
+        "state_ptrs": tuple(signs.values()) if states == "int8" else ("*bf16",) * count,
+        "scale_ptrs": ("*u8",) * count if states == "int8" else (),
     }
     constants |= dict(
         RULE=rule.update.triton, SCALARS=rule.scalar_count, STOCHASTIC=True, ALIGN=16, CAPACITY=64
     )
-    signature = {n: "constexpr" if n in constants else types.get(n, "*bf16") for n in names}
-    aligned = [(names.index(n),) for n in names if n not in constants and n != "state_ptrs"]
-    aligned += [(names.index("state_ptrs"), j) for j in range(states)]
+    signature = {n: "constexpr" if n in constants else types.get(n, operands) for n in names}
+    tuples = ("state_ptrs", "scale_ptrs")
+    aligned = [(names.index(n),) for n in names if n not in constants and n not in tuples]
+    aligned += [(names.index(n), j) for n in tuples for j in range(len(types[n]))]
     source = ASTSource(
         kernel,
         signature,
@@ -95,17 +105,18 @@ def hopper_kernel(rule: Any, stochastic: bool) -> dict[str, int]:
 def main() -> None:
     found = {}
     for rule in (value for value in vars(rules).values() if isinstance(value, rules.Rule)):
-        found[f"apply_rule {rule.name}"] = table_kernel(
-            apply_rule._apply_rule_kernel, rule, {"BLOCK": apply_rule._BLOCK}, {"num_warps": 4}
-        )
-        tile = wgrad_update._tile(operand_bytes=2)
-        options = {name: tile.pop(name) for name in ("num_warps", "num_stages")}
-        found[f"wgrad_update {rule.name}"] = table_kernel(
-            wgrad_update._wgrad_update_kernel,
-            rule,
-            dict(PRECISION="ieee", UPCAST=False, **tile),
-            options,
-        )
+        for states in ("bf16", "int8") if rule.states else ("bf16",):
+            name = f"{rule.name} {'int8' * (states == 'int8')}".strip()
+            constants = {"ELEMENTS": apply_rule._ELEMENTS, "BLOCK": target.BLOCK}
+            found[f"apply_rule {name}"] = table_kernel(
+                apply_rule._apply_rule_kernel, rule, constants, {"num_warps": 4}, states
+            )
+            tile = wgrad_update._tile(operand_bytes=2)
+            options = {name: tile.pop(name) for name in ("num_warps", "num_stages")}
+            constants = dict(PRECISION="ieee", UPCAST=False, **tile)
+            found[f"wgrad_update {name}"] = table_kernel(
+                wgrad_update._wgrad_update_kernel, rule, constants, options, states
+            )
         if len(rule.states) == 2:
             for stochastic in (True, False):
                 name = f"wgrad_update_hopper {rule.name} {'stochastic' * stochastic}".strip()
