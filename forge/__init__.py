@@ -16,6 +16,7 @@ from forge.optimizers import (
     ForgeRMSprop,
     ForgeSGD,
 )
+from forge.patch import optimize
 
 __all__ = [
     "ForgeAdagrad",
@@ -28,4 +29,5 @@ __all__ = [
     "ForgeRMSprop",
     "ForgeSGD",
     "__version__",
+    "optimize",
 ]

@@ -203,8 +203,6 @@ def _rows(
     states: str | None,
     weights: str | None,
 ) -> list[Row]:
-    if kernels == "forge":
-        _refuse("--kernels forge: comes with the whole-step kernels, not in this version")
     if kernels is not None and kernels not in KERNELS:
         _refuse(f"--kernels: unknown {kernels!r}; valid: {', '.join(KERNELS)}")
     if execution is not None and execution not in EXECUTIONS:

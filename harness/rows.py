@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from forge.optim.registry import REGISTRY
 from forge.optim.spec import OptimizerSpec
 
-KERNELS = ("hf", "liger", "liger+flce", "torch")
+KERNELS = ("hf", "liger", "liger+flce", "torch", "forge")
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,14 @@ class Row:
         return REGISTRY[self.key]
 
 
-# `all` also has the strongest rival, and a row for what Liger's fused loss costs.
+# `all` also has the strongest rival, a row for what Liger's fused loss costs, and our own kernels,
+# which any method may use.
 VARIANTS = (
     Row("adamw-fused", "torch", "cuda_graph"),
     Row("adamw-fused", "torch", "compile+cuda_graph"),
     Row("adamw-fused", "liger+flce", "eager"),
+    Row("adamw-fused", "forge", "eager"),
+    Row("forge-bf16", "forge", "eager"),
 )
 
 
