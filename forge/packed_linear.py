@@ -33,7 +33,9 @@ def plain_weight(layer: nn.Module) -> Tensor | None:
     """The weight, where ``layer`` is a bias-free ``nn.Linear`` and nothing else."""
     if not is_plain(layer, nn.Linear, ForgeLinear) or layer._parameters.get("bias") is not None:
         return None
-    return layer._parameters.get("weight")  # none, if pruned or parametrized
+    weight = layer._parameters.get("weight")
+    # None if pruned or parametrized, a subclass if quantized or distributed.
+    return weight if type(weight) is nn.Parameter else None
 
 
 @torch.no_grad()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from types import MethodType
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -27,9 +27,9 @@ def optimize(model: nn.Module, *, fused_loss: bool = True, undo: bool = False) -
       ``output.logits`` is None; a KV cache is made only where ``use_cache=True`` asks for it.
 
     Left alone, while the rest is swapped: layers that are no plain ``nn.Linear`` (adapters,
-    quantized weights, biases, hooks), attention with a KV cache, a custom ``loss_function``. On a
-    CPU the same modules run plain PyTorch. Calling it again changes nothing; after replacing
-    modules, call it again to swap the new ones.
+    quantized weights, biases, hooks), attention with a KV cache, a custom ``loss_function``.
+    ``torch.compile`` sees the plain model. On a CPU the same modules run plain PyTorch. Calling it
+    again changes nothing; after replacing modules, call it again to swap the new ones.
 
     Args:
         model: the model, or any module around it.
@@ -85,8 +85,8 @@ def _swap_head(head: nn.Module, forward: Any, fused: bool) -> None:
     """
     found = head.__dict__.get("forward")
     if fused and found is None:
-        head.__dict__["forward"] = MethodType(forward, head)
-    elif not fused and getattr(found, "__func__", None) is forward:
+        head.__dict__["forward"] = partial(forward, head)
+    elif not fused and getattr(found, "func", None) is forward:
         del head.__dict__["forward"]
 
 

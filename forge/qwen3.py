@@ -1,19 +1,21 @@
 """Hugging Face's Qwen3 with the kernels of this package: subclasses that modules are turned into.
 
-Every class computes what its base does and falls back to it for what the kernels do not cover. This
-file imports transformers (5.13 or later): only ``forge.optimize`` loads it.
+Every class computes what its base does. It falls back to it for what the kernels do not cover, and
+under ``torch.compile``, which fuses the plain operations itself. This file imports transformers
+(5.13 or later): only ``forge.optimize`` loads it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, wraps
 from inspect import signature
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -44,6 +46,8 @@ class ForgeQwen3RMSNorm(Qwen3RMSNorm):
     """``rms_norm``, also of a sum that it forms itself."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
+        if is_compiling():
+            return super().forward(hidden_states)
         # Left by `add`; it counts only if nothing has touched the sum since.
         norm, y, version = hidden_states.__dict__.pop("_forge_normed", (None, None, None))
         if norm is self and version == _version(hidden_states):
@@ -63,7 +67,11 @@ def _version(t: Tensor) -> int:
 
 def _add(norm: nn.Module | None, x: Tensor, residual: Tensor) -> Tensor:
     """``x + residual``, with ``norm`` of it in the same kernel where that is possible."""
-    if isinstance(norm, ForgeQwen3RMSNorm) and norm.weight.device == x.device == residual.device:
+    if (
+        isinstance(norm, ForgeQwen3RMSNorm)
+        and "forward" not in norm.__dict__
+        and norm.weight.device == x.device == residual.device
+    ):
         return norm.add(x, residual)
     return residual + x
 
@@ -80,8 +88,10 @@ class ForgeQwen3Attention(Qwen3Attention):
     ) -> tuple[Tensor, Tensor | None]:
         # `cache` was `past_key_values` before transformers 5.24.
         cached = kwargs.get("cache") is not None or kwargs.get("past_key_values") is not None
-        norms = (self.q_norm, self.k_norm)
-        if cached or not all(is_plain(norm, ForgeQwen3RMSNorm) for norm in norms):
+        norms = is_plain(self.q_norm, ForgeQwen3RMSNorm) and is_plain(
+            self.k_norm, ForgeQwen3RMSNorm
+        )
+        if cached or not norms or is_compiling():
             return super().forward(
                 hidden_states, position_embeddings, attention_mask=attention_mask, **kwargs
             )
@@ -119,6 +129,8 @@ class ForgeQwen3MLP(Qwen3MLP):
     """One product for gate and up, one kernel between them and down."""
 
     def forward(self, x: Tensor) -> Tensor:
+        if is_compiling():
+            return super().forward(x)
         gate_up = packed_linear(x, (self.gate_proj, self.up_proj))
         if gate_up is None:
             return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
@@ -131,6 +143,8 @@ class ForgeQwen3DecoderLayer(Qwen3DecoderLayer):
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
     ) -> Tensor:
+        if is_compiling():
+            return super().forward(hidden_states, attention_mask=attention_mask, **kwargs)
         x, _ = self.self_attn(
             hidden_states=self.input_layernorm(hidden_states),
             attention_mask=attention_mask,
@@ -174,6 +188,8 @@ def _positions(forward: Callable) -> list[str]:
     return list(signature(forward).parameters)[1:]
 
 
+# Keeps the signature: trainers and `generate` read from it what the model takes.
+@wraps(Qwen3ForCausalLM.forward, assigned=())
 def forward_with_fused_loss(self: Qwen3ForCausalLM, *args: Any, **kwargs: Any) -> Any:
     """``Qwen3ForCausalLM.forward`` that, given labels in training, returns the loss alone."""
     plain = type(self).forward
@@ -223,6 +239,7 @@ def _is_fusable(model: Qwen3ForCausalLM, kwargs: dict[str, Any]) -> bool:
     return (
         model.training
         and torch.is_grad_enabled()
+        and not is_compiling()
         and kwargs.get("labels") is not None
         and isinstance(kept, int)
         and kept == 0

@@ -224,7 +224,7 @@ def linear_cross_entropy(
     """``F.cross_entropy(F.linear(hidden, weight).float(), labels)``.
 
     Args:
-        hidden: [..., C], bf16 or fp32.
+        hidden: [..., C]: bf16, fp32, or fp16, whose logits are always formed twice.
         weight: [V, C]; cast to the dtype of ``hidden``, and both to autocast's where that is on.
         labels: [...] int64, what each token should predict (already shifted).
         ignore_index: the label of tokens that do not count.
@@ -249,7 +249,7 @@ def linear_cross_entropy(
         )
     if chunk is not None and chunk < 1:
         raise ValueError(f"chunk={chunk}: must be positive, or None to keep all logits")
-    hidden, labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
+    hidden, labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1).contiguous()
     if torch.is_autocast_enabled(hidden.device.type):
         hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
     weight = weight.to(hidden.dtype)
@@ -261,7 +261,10 @@ def linear_cross_entropy(
         return linear_cross_entropy_reference(hidden, weight, labels, count, ignore_index)
     if count is None:
         count = (labels != ignore_index).sum().float()
-    if chunk is None or chunk >= weight.shape[0]:
+    # In fp16 the gradient of a logit needs the loss scale that arrives with backward.
+    if chunk is None and hidden.dtype == torch.float16:
+        chunk = weight.shape[0]
+    if chunk is None:
         return LinearCrossEntropyFunction.apply(
             hidden, weight, labels, count, ignore_index, collect
         )

@@ -317,6 +317,24 @@ def test_ignored_rows_stay_out_even_if_they_are_not_finite(device):
     assert not hidden.grad[1].any()
 
 
+def test_fp16_gradients_use_the_loss_scale(device):
+    """A logit's gradient of 1e-8 is no fp16 number; times the loss scale it is."""
+    hidden, weight, labels = head_case(3, 16, 999, torch.float16)
+    scale = 2.0**16
+    leaf, truth = (w.detach().requires_grad_() for w in (weight.to(device), weight.double()))
+    loss = linear_cross_entropy(hidden.to(device), leaf, labels.to(device), count=2e4)
+    (loss * scale).backward()
+    (plain_head(hidden.double(), truth, labels, 2e4) * scale).backward()
+    assert error(leaf.grad, truth.grad) < 2e-3
+
+
+def test_labels_with_strides(device):
+    hidden, weight, labels = head_case(6, 16, 99, torch.float32)
+    pairs = torch.stack([labels, labels.flip(0)], 1).to(device)[:, 0]
+    found = linear_cross_entropy(hidden.to(device), weight.to(device), pairs)
+    torch.testing.assert_close(found.cpu(), plain_head(hidden, weight, labels))
+
+
 def test_factors_of_the_head(device):
     hidden, weight, labels = head_case(9, 16, 99, torch.float32)
     hidden, weight = (t.to(device).requires_grad_() for t in (hidden, weight))

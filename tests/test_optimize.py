@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from typing import Any
 
 import pytest
@@ -478,6 +479,14 @@ def test_peft(first):
     torch.testing.assert_close(*merged, rtol=1e-4, atol=1e-4)
 
 
+def test_signature_and_pickles_stay(tmp_path):
+    model = forge.optimize(make())
+    assert inspect.signature(model.forward) == inspect.signature(make().forward)
+    torch.save(model, tmp_path / "model.pt")
+    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+    same(gradients(loaded, **batch()), gradients(make(), **batch()))
+
+
 def test_hooks_of_projections_run():
     model = forge.optimize(make())
     seen = []
@@ -500,6 +509,18 @@ def test_a_sum_changed_by_a_hook_is_normalised_again():
     with torch.no_grad():
         a, b = (model(**batch()).logits for model in models)
     torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_compile_sees_the_plain_model():
+    model = forge.optimize(make(num_hidden_layers=1))
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    same(
+        gradients(compiled, **batch()),
+        {
+            "_orig_mod." * (name != "loss") + name: grad
+            for name, grad in gradients(make(num_hidden_layers=1), **batch()).items()
+        },
+    )
 
 
 def test_autocast():
