@@ -120,14 +120,16 @@ def _qk_norm_rope_fwd_kernel(
 
 
 @triton.jit
-def _backward_heads(
-    dout_ptr, dout_head, x_ptr, w_ptr, dx_ptr, rotation, dw, h, c, mask, eps, D: tl.constexpr
-):
+def _backward_heads(grads, x_ptr, w_ptr, dx_ptr, rotation, dw, h, c, mask, eps, D: tl.constexpr):
+    """Write the gradient of some heads; add that of the weight to the halves ``dw`` [HEADS, D/2].
+
+    ``grads``: where the output's gradient of this token is, and the stride of its heads.
+    """
     cos_a, sin_a, cos_b, sin_b = rotation
     index = h * D + c
     a = tl.load(x_ptr + index, mask, other=0.0).to(tl.float32)
     b = tl.load(x_ptr + index + D // 2, mask, other=0.0).to(tl.float32)
-    dout_ptr += h.to(tl.int64) * dout_head + c
+    dout_ptr = grads[0] + h.to(tl.int64) * grads[1] + c
     da = tl.load(dout_ptr, mask, other=0.0).to(tl.float32)
     db = tl.load(dout_ptr + D // 2, mask, other=0.0).to(tl.float32)
     rstd = tl.rsqrt((tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)) / D + eps)[:, None]
@@ -201,45 +203,27 @@ def _qk_norm_rope_bwd_kernel(
     for token in range(tl.program_id(0), rows, tl.num_programs(0)):
         row = tl.cast(token, tl.int64)
         b, t = row // T, row % T
-        rotation = _rotation(
-            cos_ptr + b * cos_batch + t * cos_pitch,
-            sin_ptr + b * sin_batch + t * sin_pitch,
-            c,
-            c < D // 2,
-            D,
-        )
+        cos_token = cos_ptr + b * cos_batch + t * cos_pitch
+        sin_token = sin_ptr + b * sin_batch + t * sin_pitch
+        rotation = _rotation(cos_token, sin_token, c, c < D // 2, D)
+        # No unrolled loops: they took 255 registers, and spilled with 32 heads.
+        grad_ptr, x_ptr = dq_ptr + b * dq_batch + t * dq_token, q_in_ptr + row * q_pitch
+        dx_ptr = dq_in_ptr + row * dq_in_pitch
         for first in range(0, H, HEADS):
             h = first + tl.arange(0, HEADS)[:, None]
+            mask = (h < H) & (c < D // 2)
+            grads = (grad_ptr, dq_head)
             dw_q = _backward_heads(
-                dq_ptr + b * dq_batch + t * dq_token,
-                dq_head,
-                q_in_ptr + row * q_pitch,
-                q_weight_ptr,
-                dq_in_ptr + row * dq_in_pitch,
-                rotation,
-                dw_q,
-                h,
-                c,
-                (h < H) & (c < D // 2),
-                eps,
-                D,
+                grads, x_ptr, q_weight_ptr, dx_ptr, rotation, dw_q, h, c, mask, eps, D
             )
+        grad_ptr, x_ptr = dk_ptr + b * dk_batch + t * dk_token, k_in_ptr + row * k_pitch
+        dx_ptr = dk_in_ptr + row * dk_in_pitch
         for first in range(0, K, HEADS):
             h = first + tl.arange(0, HEADS)[:, None]
             mask = (h < K) & (c < D // 2)
+            grads = (grad_ptr, dk_head)
             dw_k = _backward_heads(
-                dk_ptr + b * dk_batch + t * dk_token,
-                dk_head,
-                k_in_ptr + row * k_pitch,
-                k_weight_ptr,
-                dk_in_ptr + row * dk_in_pitch,
-                rotation,
-                dw_k,
-                h,
-                c,
-                mask,
-                eps,
-                D,
+                grads, x_ptr, k_weight_ptr, dx_ptr, rotation, dw_k, h, c, mask, eps, D
             )
             if VALUES:
                 source = dv_ptr + b * dv_batch + t * dv_token + h.to(tl.int64) * dv_head + c
@@ -312,7 +296,7 @@ def qk_norm_rope_backward(
             pitch.
 
     Returns:
-        fp32 [2D]: the gradients of ``q_weight`` and of ``k_weight``.
+        [2D] in the dtype of ``q_weight``: its gradient and that of ``k_weight``.
     """
     batch, heads, tokens, size = grads[0].shape
     grads = tuple(g if g.stride(-1) == 1 else g.contiguous() for g in grads)
@@ -350,7 +334,7 @@ def qk_norm_rope_backward(
             VALUES=len(grads) == 3,
             **_tile(size),
         )
-    return column_sum(partials, torch.float32)
+    return column_sum(partials, q_weight.dtype)
 
 
 def _batched(table: Tensor, batch: int) -> Tensor:
@@ -386,7 +370,7 @@ class QKNormRopeFunction(torch.autograd.Function):
             grads, (parts[0], parts[1]), tuple(outputs), q_weight, k_weight, cos, sin, ctx.eps
         )
         dw_q, dw_k = dw.chunk(2)
-        return dw_q.to(q_weight.dtype), dw_k.to(k_weight.dtype), None, None, None, None, *results
+        return dw_q, dw_k.to(k_weight.dtype), None, None, None, None, *results
 
 
 def qk_norm_rope(
