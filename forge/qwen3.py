@@ -49,20 +49,27 @@ class ForgeQwen3RMSNorm(Qwen3RMSNorm):
         if is_compiling():
             return super().forward(hidden_states)
         # Left by `add`; it counts only if nothing has touched the sum since.
-        norm, y, version = hidden_states.__dict__.pop("_forge_normed", (None, None, None))
-        if norm is self and version == _version(hidden_states):
+        norm, y, state = hidden_states.__dict__.pop("_forge_normed", (None, None, None))
+        if norm is self and state == _state(hidden_states):
             return y
         return rms_norm(hidden_states, self.weight, self.variance_epsilon)
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
         """``x + residual``, which carries its normalised form to the call of this norm."""
         y, h = add_rms_norm(x, residual, self.weight, self.variance_epsilon)
-        h._forge_normed = (self, y, _version(h))  # type: ignore[attr-defined]
+        h._forge_normed = (self, y, _state(h))  # type: ignore[attr-defined]
         return h
 
 
-def _version(t: Tensor) -> int:
-    return 0 if t.is_inference() else t._version
+def _state(t: Tensor) -> tuple[Any, ...]:
+    """Differs where what was computed from ``t`` before does not stand for computing it now.
+
+    That is so after ``t`` was written to, in another grad mode, and on the other side of a
+    checkpoint's edge: a recomputation must repeat the forward pass, and starts from ``t`` alone.
+    """
+    version = 0 if t.is_inference() else t._version
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # a checkpoint's own
+    return version, t.grad_fn, torch.is_grad_enabled(), hooks
 
 
 def _add(norm: nn.Module | None, x: Tensor, residual: Tensor) -> Tensor:

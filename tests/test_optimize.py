@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import forge
@@ -265,6 +266,30 @@ def test_gradient_checkpointing(reentrant, optimizer):
         step.step()
     for (name, a), b in zip(plain.named_parameters(), ours.parameters(), strict=True):
         assert (a - b).norm() <= 2e-3 * a.norm(), name
+
+
+@pytest.mark.parametrize("way", ["reentrant", "not reentrant", "no_grad below"])
+def test_layers_called_by_hand(way):
+    """What a sum carries to the next norm must not bring along a graph that is not the sum's."""
+    found = []
+    for model in (make(), forge.optimize(make())):
+        start = torch.linspace(-1, 1, 13 * 48).view(1, 13, 48).requires_grad_()
+        rotation = model.model.rotary_emb(start, torch.arange(13)[None])
+        h = start
+        for i, layer in enumerate(model.model.layers):
+
+            def call(h: Tensor, layer: nn.Module = layer, rotation: Any = rotation) -> Tensor:
+                return layer(h, attention_mask=None, position_embeddings=rotation)
+
+            if way == "no_grad below":
+                with torch.set_grad_enabled(i > 0):
+                    h = call(h)
+            else:
+                h = checkpoint(call, h, use_reentrant=way == "reentrant")
+        model.model.norm(h).square().mean().backward()
+        grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        found.append(grads if start.grad is None else {**grads, "start": start.grad})
+    same(found[1], found[0])
 
 
 def test_checkpoint_in_the_interpreter(interpreter):
