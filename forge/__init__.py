@@ -16,6 +16,7 @@ from forge.optimizers import (
     ForgeRMSprop,
     ForgeSGD,
 )
+from forge.patch import optimize
 from forge.train_step import TrainStep
 
 __all__ = [
@@ -30,4 +31,5 @@ __all__ = [
     "ForgeSGD",
     "TrainStep",
     "__version__",
+    "optimize",
 ]

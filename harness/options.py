@@ -102,8 +102,6 @@ def rows(
     states: str | None,
 ) -> list[Row]:
     """The rows that the options choose."""
-    if kernels == "forge":
-        refuse("--kernels forge: comes with the whole-step kernels, not in this version")
     if kernels is not None and kernels not in KERNELS:
         refuse(f"--kernels: unknown {kernels!r}; valid: {', '.join(KERNELS)}")
     if execution is not None and execution not in EXECUTIONS:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from forge.optim.registry import REGISTRY, find, plugins
 from forge.optim.spec import OptimizerSpec
 
-KERNELS = ("hf", "liger", "liger+flce", "torch")
+KERNELS = ("hf", "liger", "liger+flce", "torch", "forge")
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,17 @@ class Row:
         return find(self.key)
 
 
-# `all` also has the strongest rival, and a row for what Liger's fused loss costs.
+# `all` also has the strongest rival, a row for what Liger's fused loss costs, and on a GPU our own
+# kernels, which any method may use.
 VARIANTS = (
     Row("adamw-fused", "torch", "cuda_graph"),
     Row("adamw-fused", "torch", "compile+cuda_graph"),
     Row("adamw-fused", "liger+flce", "eager"),
+    Row("adamw-fused", "forge", "eager"),
+    Row("forge-bf16", "forge", "eager"),
+    Row("adamw-fused", "forge", "cuda_graph"),
+    Row("forge-bf16", "forge", "cuda_graph"),
+    Row("forge-int8", "forge", "cuda_graph"),
 )
 
 
@@ -74,7 +80,7 @@ def select_rows(
     way = execution or "eager"
     rows = [Row(key, kernels or default_kernels(device, way), way) for key in chosen]
     if everything and kernels is None and execution is None:
-        rows += VARIANTS
+        rows += [row for row in VARIANTS if device == "cuda" or row.kernels != "forge"]
     if states is None:
         return rows
     kept = [row for row in rows if row.spec.states == states]

@@ -122,7 +122,8 @@ def build_model(
     Args:
         config: a transformers configuration.
         attention: ``sdpa`` or ``flash``.
-        kernels: ``hf``, ``liger``, ``liger+flce``, or ``torch`` (the plain PyTorch twin).
+        kernels: ``hf``, ``liger``, ``liger+flce``, ``torch`` (the plain PyTorch twin), or
+            ``forge`` (``forge.optimize``).
     """
     from transformers import AutoModelForCausalLM
 
@@ -159,4 +160,8 @@ def _finish(model: nn.Module, kernels: str) -> nn.Module:
         from forge.harness.torch_qwen3 import from_hf
 
         model = from_hf(model)
+    if kernels == "forge":
+        from forge import optimize
+
+        optimize(model)
     return model.train()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -46,6 +47,27 @@ def runs_triton(tensor: Tensor) -> bool:
 def on_device(tensor: Tensor) -> Any:
     """Context in which a Triton launch goes to ``tensor``'s GPU rather than to the current one."""
     return torch.cuda.device(tensor.device if tensor.is_cuda else -1)
+
+
+@lru_cache
+def _processors(index: int) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+def processors(tensor: Tensor) -> int:
+    """How many multiprocessors ``tensor``'s GPU has; 4 on a CPU, so that loops take turns."""
+    return _processors(tensor.get_device()) if tensor.is_cuda else 4
+
+
+def power_of_2(n: int) -> int:
+    """The smallest power of two that is at least ``n``."""
+    return 1 << (n - 1).bit_length()
+
+
+def as_rows(t: Tensor) -> Tensor:
+    """``t`` as rows [M, C] whose elements lie side by side; their pitch is free."""
+    t = t.reshape(-1, t.shape[-1])
+    return t if t.stride(1) == 1 else t.contiguous()
 
 
 def bits_of(x: Tensor) -> Tensor:

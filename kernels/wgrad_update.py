@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from forge.kernels.apply_rule import apply_rule_reference, update_elements
-from forge.kernels.runtime import INTERPRETED, Dual, on_device, runs_triton, tl, triton
+from forge.kernels.runtime import INTERPRETED, Dual, as_rows, on_device, runs_triton, tl, triton
 from forge.kernels.target import BLOCK, CAPACITY, Table, Target, field, find_entry, pointer
 
 
@@ -120,12 +120,6 @@ def _tile(operand_bytes: int, coded: bool = False) -> dict[str, int]:
     return dict(BLOCK_M=64, BLOCK_N=64, BLOCK_K=128, GROUP=8, num_warps=8, num_stages=4)
 
 
-def _rows(t: Tensor) -> Tensor:
-    """``t`` as rows [M, C] whose elements lie side by side; their pitch is free."""
-    t = t.reshape(-1, t.shape[-1])
-    return t if t.stride(1) == 1 else t.contiguous()
-
-
 def wgrad_update(
     dys: Sequence[Tensor],
     xs: Sequence[Tensor],
@@ -168,7 +162,7 @@ def wgrad_update(
             if dy.is_contiguous() and x.is_contiguous():
                 tokens, dy_pitch, x_pitch = dy.numel() // n, n, k
             else:
-                dy, x = _rows(dy), _rows(x)
+                dy, x = as_rows(dy), as_rows(x)
                 tokens, dy_pitch, x_pitch = dy.shape[0], dy.stride(0), x.stride(0)
                 kept += (dy, x)
             operands = (dy_pitch, x_pitch, dy.data_ptr(), x.data_ptr())

@@ -1,4 +1,4 @@
-"""Compiles every update kernel for sm_90, without a GPU, and prints what came out, as JSON.
+"""Compiles every kernel for sm_90, without a GPU, and prints what came out, as JSON.
 
 A script, not a test: kernels must be imported outside Triton's interpreter, which the tests use.
 """
@@ -17,7 +17,17 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from forge.kernels import apply_rule, target, wgrad_update, wgrad_update_hopper
+from forge.kernels import (
+    apply_rule,
+    column_sum,
+    linear_cross_entropy,
+    qk_norm_rope,
+    rms_norm,
+    swiglu,
+    target,
+    wgrad_update,
+    wgrad_update_hopper,
+)
 from forge.optim import rules
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -81,6 +91,70 @@ def table_kernel(
     return usage(source, options)
 
 
+def model_kernel(kernel: Any, tile: dict[str, int], **constants: Any) -> dict[str, int]:
+    """A kernel of the model, bf16 tensors; all that is not sized by tokens a multiple of 16."""
+    names = kernel.arg_names
+    tile = dict(tile)
+    options = {"num_warps": tile.pop("num_warps")}
+    constants |= tile
+    types = {
+        "partials_ptr": "*fp32",
+        "lse_ptr": "*fp32",
+        "target_ptr": "*fp32",
+        "scale_ptr": "*fp32",
+        "labels_ptr": "*i64",
+        "eps": "fp32",
+    }
+    signature = {
+        n: "constexpr" if n in constants else types.get(n, "*bf16" if n.endswith("_ptr") else "i32")
+        for n in names
+    }
+    free = {"rows", "T", "eps", "ignore_index", *constants}
+    source = ASTSource(
+        kernel,
+        signature,
+        {(names.index(n),): value for n, value in constants.items()},
+        {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if n not in free},
+    )
+    return usage(source, options)
+
+
+def model_kernels() -> dict[str, dict[str, int]]:
+    """Of Qwen3-0.6B and, where rows are wider, Qwen3-8B."""
+    found = {}
+    for width in (128, 1024, 4096):
+        tile = rms_norm._tile(width)
+        found[f"model rms_norm {width}"] = model_kernel(
+            rms_norm._rms_norm_fwd_kernel, tile, C=width, RESIDUAL=True
+        )
+        found[f"model rms_norm backward {width}"] = model_kernel(
+            rms_norm._rms_norm_bwd_kernel, tile, C=width, DH=True, DW=True
+        )
+    for heads in (16, 32):
+        sizes = dict(H=heads, K=8, D=128)
+        found[f"model qk_norm_rope {heads}"] = model_kernel(
+            qk_norm_rope._qk_norm_rope_fwd_kernel, qk_norm_rope._tile(128), **sizes
+        )
+        found[f"model qk_norm_rope backward {heads}"] = model_kernel(
+            qk_norm_rope._qk_norm_rope_bwd_kernel, qk_norm_rope._tile(128), VALUES=True, **sizes
+        )
+    tile = dict(BLOCK=1024, num_warps=4)
+    found["model swiglu"] = model_kernel(swiglu._swiglu_fwd_kernel, tile, F=3072)
+    found["model swiglu backward"] = model_kernel(swiglu._swiglu_bwd_kernel, tile, F=3072)
+    tile = dict(BLOCK=4096, num_warps=8)
+    for lse, grad, continued in ((1, 1, 0), (1, 0, 1), (0, 1, 0)):
+        found[f"model cross_entropy {lse}{grad}{continued}"] = model_kernel(
+            linear_cross_entropy._cross_entropy_kernel,
+            tile,
+            LSE=bool(lse),
+            GRAD=bool(grad),
+            CONTINUED=bool(continued),
+        )
+    tile = dict(ROWS=128, BLOCK=16, num_warps=4)
+    found["model column_sum"] = model_kernel(column_sum._column_sum_kernel, tile, C=1024)
+    return found
+
+
 def hopper_kernel(rule: Any, stochastic: bool) -> dict[str, int]:
     module = wgrad_update_hopper
     kernel = module._wgrad_update_hopper_kernel
@@ -103,7 +177,7 @@ def hopper_kernel(rule: Any, stochastic: bool) -> dict[str, int]:
 
 
 def main() -> None:
-    found = {}
+    found = model_kernels()
     for rule in (value for value in vars(rules).values() if isinstance(value, rules.Rule)):
         for states in ("bf16", "int8") if rule.states else ("bf16",):
             name = f"{rule.name} {'int8' * (states == 'int8')}".strip()

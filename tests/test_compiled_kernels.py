@@ -25,7 +25,7 @@ def kernels():
 
 
 def test_no_kernel_spills(kernels):
-    assert len(kernels) >= 40 and sum(name.endswith("int8") for name in kernels) >= 16
+    assert len(kernels) >= 60 and sum(name.endswith("int8") for name in kernels) >= 16
     spilled = {name: k for name, k in kernels.items() if k["stack"] or k["local"]}
     assert not spilled
 
@@ -49,6 +49,9 @@ def test_registers_and_shared_memory(kernels):
         if name.startswith("wgrad_update_hopper"):
             # 320 threads a program, one program an SM, of 228 KB.
             assert kernel["registers"] <= 168 and kernel["shared"] <= 227 * 1024, name
+        elif name.startswith("model"):
+            # Two warps a program in the rotation's backward: four programs an SM still fit.
+            assert kernel["registers"] <= (240 if "rope backward" in name else 128), name
         elif name.startswith("wgrad_update"):
             assert kernel["registers"] <= 240 and kernel["shared"] <= 100 * 1024, name
         else:

@@ -1,0 +1,259 @@
+"""Hugging Face's Qwen3 with the kernels of this package: subclasses that modules are turned into.
+
+Every class computes what its base does. It falls back to it for what the kernels do not cover, and
+under ``torch.compile``, which fuses the plain operations itself. This file imports transformers
+(5.13 or later): only ``forge.optimize`` loads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache, wraps
+from inspect import signature
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.compiler import is_compiling
+from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.qwen3.modeling_qwen3 import (
+    Qwen3Attention,
+    Qwen3DecoderLayer,
+    Qwen3ForCausalLM,
+    Qwen3MLP,
+    Qwen3Model,
+    Qwen3RMSNorm,
+    eager_attention_forward,
+)
+
+from forge.kernels.linear_cross_entropy import linear_cross_entropy
+from forge.kernels.qk_norm_rope import qk_norm_rope, qkv_norm_rope
+from forge.kernels.rms_norm import add_rms_norm, rms_norm
+from forge.kernels.swiglu import packed_swiglu, swiglu
+from forge.linear import ForgeLinear, slot_of
+from forge.packed_linear import is_plain, packed_linear, plain_weight
+
+# Logits of up to so many bytes are kept (4,096 tokens of Qwen3 in bf16: 1.2 GB); larger ones are
+# formed twice, in slices of the vocabulary: a fifth more time in the head, a fraction of memory.
+LOGITS_BYTES = 2 * 2**30
+SLICE_BYTES = 512 * 2**20
+
+
+class ForgeQwen3RMSNorm(Qwen3RMSNorm):
+    """``rms_norm``, also of a sum that it forms itself."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        if is_compiling():
+            return super().forward(hidden_states)
+        # Left by `add`; it counts only if nothing has touched the sum since.
+        norm, y, state = hidden_states.__dict__.pop("_forge_normed", (None, None, None))
+        if norm is self and state == _state(hidden_states):
+            return y
+        return rms_norm(hidden_states, self.weight, self.variance_epsilon)
+
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        """``x + residual``, which carries its normalised form to the call of this norm."""
+        y, h = add_rms_norm(x, residual, self.weight, self.variance_epsilon)
+        h._forge_normed = (self, y, _state(h))  # type: ignore[attr-defined]
+        return h
+
+
+def _state(t: Tensor) -> tuple[Any, ...]:
+    """Differs where what was computed from ``t`` before does not stand for computing it now.
+
+    That is so after ``t`` was written to, in another grad mode, and on the other side of a
+    checkpoint's edge: a recomputation must repeat the forward pass, and starts from ``t`` alone.
+    """
+    version = 0 if t.is_inference() else t._version
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # a checkpoint's own
+    return version, t.grad_fn, torch.is_grad_enabled(), hooks
+
+
+def _add(norm: nn.Module | None, x: Tensor, residual: Tensor) -> Tensor:
+    """``x + residual``, with ``norm`` of it in the same kernel where that is possible."""
+    if (
+        isinstance(norm, ForgeQwen3RMSNorm)
+        and "forward" not in norm.__dict__
+        and norm.weight.device == x.device == residual.device
+    ):
+        return norm.add(x, residual)
+    return residual + x
+
+
+class ForgeQwen3Attention(Qwen3Attention):
+    """One product for q, k and v, one kernel for their norms and rotation; attention as it was."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        # `cache` was `past_key_values` before transformers 5.24.
+        cached = kwargs.get("cache") is not None or kwargs.get("past_key_values") is not None
+        norms = is_plain(self.q_norm, ForgeQwen3RMSNorm) and is_plain(
+            self.k_norm, ForgeQwen3RMSNorm
+        )
+        if cached or not norms or is_compiling():
+            return super().forward(
+                hidden_states, position_embeddings, attention_mask=attention_mask, **kwargs
+            )
+        kwargs.pop("cache", None)
+        kwargs.pop("past_key_values", None)
+        weights = (self.q_norm.weight, self.k_norm.weight)
+        eps = self.q_norm.variance_epsilon
+        cos, sin = position_embeddings
+        qkv = packed_linear(hidden_states, (self.q_proj, self.k_proj, self.v_proj))
+        if qkv is not None:
+            heads = self.q_proj.out_features // self.head_dim
+            q, k, v = qkv_norm_rope(qkv, *weights, cos, sin, heads, eps)
+        else:
+            q, k = self.q_proj(hidden_states), self.k_proj(hidden_states)
+            q, k = qk_norm_rope(q, k, *weights, cos, sin, eps)
+            v = self.v_proj(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        attend: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, eager_attention_forward
+        )
+        out, scores = attend(
+            self,
+            q,
+            k,
+            v,
+            attention_mask,
+            dropout=self.attention_dropout if self.training else 0.0,
+            scaling=self.scaling,
+            sliding_window=self.sliding_window,
+            **kwargs,
+        )
+        return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1)), scores
+
+
+class ForgeQwen3MLP(Qwen3MLP):
+    """One product for gate and up, one kernel between them and down."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if is_compiling():
+            return super().forward(x)
+        gate_up = packed_linear(x, (self.gate_proj, self.up_proj))
+        if gate_up is None:
+            return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+        return self.down_proj(packed_swiglu(gate_up, overwrite=True))
+
+
+class ForgeQwen3DecoderLayer(Qwen3DecoderLayer):
+    """Both residual additions in one kernel with the norm that reads the sum."""
+
+    def forward(
+        self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
+    ) -> Tensor:
+        if is_compiling():
+            return super().forward(hidden_states, attention_mask=attention_mask, **kwargs)
+        x, _ = self.self_attn(
+            hidden_states=self.input_layernorm(hidden_states),
+            attention_mask=attention_mask,
+            **kwargs,
+        )
+        h = _add(self.post_attention_layernorm, x, hidden_states)
+        x = self.mlp(self.post_attention_layernorm(h))
+        # A checkpoint hands on the sum alone: what it carries would be computed twice for nothing.
+        checkpointed = self.gradient_checkpointing and self.training
+        (following,) = (None,) if checkpointed else self.__dict__.get("_following", (None,))
+        return _add(following, x, h)
+
+
+REPLACED: dict[type[nn.Module], type[nn.Module]] = {
+    Qwen3RMSNorm: ForgeQwen3RMSNorm,
+    Qwen3Attention: ForgeQwen3Attention,
+    Qwen3MLP: ForgeQwen3MLP,
+    Qwen3DecoderLayer: ForgeQwen3DecoderLayer,
+}
+
+
+def packed_layers(module: nn.Module) -> tuple[nn.Module, ...]:
+    """The layers whose weights ``module`` reads as one."""
+    if isinstance(module, ForgeQwen3Attention):
+        return module.q_proj, module.k_proj, module.v_proj
+    if isinstance(module, ForgeQwen3MLP):
+        return module.gate_proj, module.up_proj
+    return ()
+
+
+def link(model: Qwen3Model) -> None:
+    """Tell each layer which norm reads its sum."""
+    norms = [layer.input_layernorm for layer in model.layers[1:]] + [model.norm]
+    for layer, norm in zip(model.layers, norms, strict=True):
+        # In a tuple: a module among a module's attributes would become its child.
+        layer.__dict__["_following"] = (norm,)
+
+
+@lru_cache
+def _positions(forward: Callable) -> list[str]:
+    return list(signature(forward).parameters)[1:]
+
+
+# Keeps the signature: trainers and `generate` read from it what the model takes.
+@wraps(Qwen3ForCausalLM.forward, assigned=())
+def forward_with_fused_loss(self: Qwen3ForCausalLM, *args: Any, **kwargs: Any) -> Any:
+    """``Qwen3ForCausalLM.forward`` that, given labels in training, returns the loss alone."""
+    plain = type(self).forward
+    kwargs |= dict(zip(_positions(plain), args, strict=False))
+    if not _is_fusable(self, kwargs):
+        return plain(self, **kwargs)
+    labels = kwargs.pop("labels")
+    for name in ("logits_to_keep", "return_dict"):
+        kwargs.pop(name, None)
+    if kwargs.get("position_ids") is None:
+        # With positions, transformers tells packed sequences apart only where there is no cache.
+        kwargs["use_cache"] = False
+    outputs = self.model(**kwargs)
+    ignored = kwargs.get("ignore_index", -100)
+    targets = kwargs.get("shift_labels")
+    if targets is None:
+        targets = F.pad(labels, (0, 1), value=ignored)[..., 1:]
+    hidden, weight = outputs.last_hidden_state, self.lm_head.weight
+    slot = slot_of(weight) if type(self.lm_head) is ForgeLinear else None
+    handed = slot is not None and slot.node is not None and weight.dtype == hidden.dtype
+    row_bytes = hidden.shape[:-1].numel() * hidden.element_size()
+    loss = linear_cross_entropy(
+        hidden,
+        weight,
+        targets.reshape(hidden.shape[:-1]).to(hidden.device),
+        ignore_index=ignored,
+        count=kwargs.get("num_items_in_batch"),
+        chunk=_chunk(row_bytes, weight.shape[0]),
+        collect=slot.collect if slot is not None and handed else None,
+    )
+    return CausalLMOutputWithPast(
+        loss=loss, hidden_states=outputs.hidden_states, attentions=outputs.attentions
+    )
+
+
+def _chunk(row_bytes: int, vocabulary: int) -> int | None:
+    """How many entries of the vocabulary a slice has; None: keep all logits."""
+    if row_bytes * vocabulary <= LOGITS_BYTES:
+        return None
+    return max(128, SLICE_BYTES // row_bytes // 128 * 128)
+
+
+def _is_fusable(model: Qwen3ForCausalLM, kwargs: dict[str, Any]) -> bool:
+    """Whether the call trains with transformers' own loss, on all tokens, without a cache."""
+    kept = kwargs.get("logits_to_keep", 0)
+    return_dict = kwargs.get("return_dict")
+    return (
+        model.training
+        and torch.is_grad_enabled()
+        and not is_compiling()
+        and kwargs.get("labels") is not None
+        and isinstance(kept, int)
+        and kept == 0
+        and not kwargs.get("use_cache")
+        and kwargs.get("cache") is None
+        and kwargs.get("past_key_values") is None
+        and bool(model.config.return_dict if return_dict is None else return_dict)
+        and model.loss_function is ForCausalLMLoss
+        and plain_weight(model.lm_head) is not None
+    )

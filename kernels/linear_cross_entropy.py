@@ -1,0 +1,273 @@
+"""The head of a language model: logits and their cross-entropy, without fp32 logits.
+
+    z = hidden W^T,     loss = sum over valid t of (log sum_v exp(z[t, v]) - z[t, label[t]]) / count
+    dz[t, v] = (exp(z[t, v] - lse[t]) - [v = label[t]]) * dloss / count,   0 where t is not valid
+    dhidden = dz W,     dW = dz^T hidden
+
+Shapes: T tokens, C features, V entries of the vocabulary; hidden [T, C], W [V, C], labels [T].
+``count`` is the number of valid labels unless it is given. z has the dtype of hidden, as the plain
+model's logits have; sums are fp32.
+
+Either z is stored once, [T, V], and its gradient is written over it in the same kernel; or, with
+``chunk``, z is formed twice, a slice of the vocabulary at a time: once for the sums, once for the
+gradient. A slice holds every token, so its dW is complete: nothing accumulates in low precision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from forge.kernels.runtime import on_device, power_of_2, runs_triton, tl, triton
+
+# Takes the factors x [T, C], dy [T, V] of the weight's gradient dy^T x; False: it must be formed.
+Collect = Callable[[Tensor, Tensor], bool]
+
+
+def linear_cross_entropy_reference(
+    hidden: Tensor, weight: Tensor, labels: Tensor, count: Tensor | None, ignore_index: int
+) -> Tensor:
+    """In plain torch; differentiable."""
+    if hidden.dtype != torch.float64:
+        hidden, weight = hidden.float(), weight.float()
+    total = F.cross_entropy(
+        F.linear(hidden, weight), labels, ignore_index=ignore_index, reduction="sum"
+    )
+    return total / ((labels != ignore_index).sum() if count is None else count)
+
+
+@triton.jit(do_not_specialize=["ignore_index"])
+def _cross_entropy_kernel(
+    z_ptr,  # [T, columns]; with GRAD overwritten by its gradient
+    labels_ptr,
+    lse_ptr,  # fp32 [T]: of the columns before, then of these too
+    target_ptr,  # fp32 [T]: the label's logit
+    scale_ptr,  # fp32 []: factor of the gradient
+    pitch,
+    first,  # the vocabulary entry of column 0
+    columns,
+    ignore_index,
+    LSE: tl.constexpr,
+    GRAD: tl.constexpr,
+    CONTINUED: tl.constexpr,  # there were columns before
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    z_ptr += row * pitch
+    label = tl.load(labels_ptr + row)
+    valid = label != ignore_index
+    column = tl.arange(0, BLOCK)
+    end = tl.where(valid, columns, 0)
+    if LSE:
+        inside = (label >= first) & (label < first + columns)
+        target = tl.load(z_ptr + (label - first), inside, other=float("nan")).to(tl.float32)
+        if CONTINUED:
+            tl.store(target_ptr + row, target, inside)
+            largest = tl.load(lse_ptr + row)
+            # The sum so far, relative to the largest, sits in one lane.
+            total = tl.where(column == 0, 1.0, 0.0)
+        else:
+            # NaN, and so it stays, if no slice holds the label.
+            tl.store(target_ptr + row, target)
+            largest = float("-inf")
+            total = tl.zeros((BLOCK,), dtype=tl.float32)
+        for start in range(0, end, BLOCK):
+            mask = start + column < columns
+            z = tl.load(z_ptr + start + column, mask, other=float("-inf")).to(tl.float32)
+            larger = tl.maximum(largest, tl.max(z, axis=0))
+            total = total * tl.exp(largest - larger) + tl.exp(z - larger)
+            largest = larger
+        lse = largest + tl.log(tl.sum(total, axis=0))
+        tl.store(lse_ptr + row, lse)
+    else:
+        lse = tl.load(lse_ptr + row)
+    if GRAD:
+        scale = tl.load(scale_ptr)
+        for start in range(0, columns, BLOCK):
+            mask = start + column < columns
+            z = tl.load(z_ptr + start + column, start + column < end, other=0.0).to(tl.float32)
+            hit = first + start + column == label
+            dz = (tl.exp(z - lse) - tl.where(hit, 1.0, 0.0)) * scale
+            dz = tl.where(valid, dz, 0.0)
+            tl.store(z_ptr + start + column, dz.to(z_ptr.dtype.element_ty), mask)
+
+
+def _cross_entropy(
+    z: Tensor,
+    labels: Tensor,
+    lse: Tensor,
+    target: Tensor,
+    scale: Tensor,
+    first: int,
+    ignore_index: int,
+    lse_pass: bool,
+    grad_pass: bool,
+) -> None:
+    tokens, columns = z.shape
+    block = min(4096, power_of_2(columns))
+    if tokens == 0:
+        return
+    with on_device(z):
+        _cross_entropy_kernel[(tokens,)](
+            z,
+            labels,
+            lse,
+            target,
+            scale,
+            z.stride(0),
+            first,
+            columns,
+            ignore_index,
+            LSE=lse_pass,
+            GRAD=grad_pass,
+            CONTINUED=first > 0,
+            BLOCK=block,
+            num_warps=8,
+        )
+
+
+def _scaled(t: Tensor, factor: Tensor) -> Tensor:
+    """``t * factor`` in the dtype of ``t``, the factor and the product in fp32."""
+    # As a matrix: a 0-d factor would be rounded to the dtype of `t` first.
+    return torch.mul(t, factor.view(1, 1), out=torch.empty_like(t))
+
+
+def _reciprocal(count: Tensor) -> Tensor:
+    """``1 / count``, and 0 where nothing is counted: there are no gradients then, not NaN."""
+    return torch.where(count == 0, 0.0, 1.0 / count)
+
+
+class LinearCrossEntropyFunction(torch.autograd.Function):
+    """The loss; between forward and backward the logits hold their own gradient."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, labels, count, ignore_index: int, collect: Collect | None):
+        z = F.linear(hidden, weight)
+        lse, target = _row_sums(hidden)
+        need_hidden, need_weight = ctx.needs_input_grad[:2]
+        grad = need_hidden or need_weight
+        scale = _reciprocal(count)
+        _cross_entropy(z, labels, lse, target, scale, 0, ignore_index, True, grad)
+        if grad:
+            ctx.save_for_backward(hidden, weight, z)
+        ctx.collect = collect
+        return torch.where(labels != ignore_index, lse - target, 0.0).sum() / count
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dloss: Tensor):
+        hidden, weight, dz = ctx.saved_tensors
+        need_hidden, need_weight = ctx.needs_input_grad[:2]
+        dhidden = dweight = None
+        if need_hidden:
+            dhidden = _scaled(torch.matmul(dz, weight), dloss)
+        if need_weight:
+            x = _scaled(hidden, dloss)
+            if ctx.collect is None or not ctx.collect(x, dz):
+                dweight = torch.matmul(dz.t(), x)
+        return dhidden, dweight, None, None, None, None
+
+
+class ChunkedLinearCrossEntropyFunction(torch.autograd.Function):
+    """The loss, by slices of ``chunk`` entries of the vocabulary."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, labels, count, ignore_index: int, chunk: int):
+        lse, target = _row_sums(hidden)
+        for first in range(0, weight.shape[0], chunk):
+            z = F.linear(hidden, weight[first : first + chunk])
+            _cross_entropy(z, labels, lse, target, count, first, ignore_index, True, False)
+        ctx.save_for_backward(hidden, weight, labels, count, lse, target)
+        ctx.ignore_index, ctx.chunk = ignore_index, chunk
+        return torch.where(labels != ignore_index, lse - target, 0.0).sum() / count
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dloss: Tensor):
+        hidden, weight, labels, count, lse, target = ctx.saved_tensors
+        need_hidden, need_weight = ctx.needs_input_grad[:2]
+        scale = dloss * _reciprocal(count)
+        dhidden = torch.zeros_like(hidden, dtype=torch.float32) if need_hidden else None
+        dweight = torch.empty_like(weight) if need_weight else None
+        for first in range(0, weight.shape[0], ctx.chunk):
+            part = weight[first : first + ctx.chunk]
+            dz = F.linear(hidden, part)
+            _cross_entropy(dz, labels, lse, target, scale, first, ctx.ignore_index, False, True)
+            if dhidden is not None:
+                dhidden += torch.matmul(dz, part)
+            if dweight is not None:
+                torch.mm(dz.t(), hidden, out=dweight[first : first + ctx.chunk])
+        dhidden = dhidden.to(hidden.dtype) if dhidden is not None else None
+        return dhidden, dweight, None, None, None, None
+
+
+def _row_sums(hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """Room for the sums and the labels' logits, fp32 [T] each."""
+    both = torch.empty((2, hidden.shape[0]), dtype=torch.float32, device=hidden.device)
+    return both[0], both[1]
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    ignore_index: int = -100,
+    count: Tensor | float | None = None,
+    chunk: int | None = None,
+    collect: Collect | None = None,
+) -> Tensor:
+    """``F.cross_entropy(F.linear(hidden, weight).float(), labels)``.
+
+    Args:
+        hidden: [..., C]: bf16, fp32, or fp16, whose logits are always formed twice.
+        weight: [V, C]; cast to the dtype of ``hidden``, and both to autocast's where that is on.
+        labels: [...] int64, what each token should predict (already shifted).
+        ignore_index: the label of tokens that do not count.
+        count: what the sum of the losses is divided by (default: the number of valid labels).
+        chunk: form the logits for so many entries of the vocabulary at a time, twice, instead of
+            keeping them: one more product, T * chunk instead of T * V elements of memory.
+        collect: given the factors of the weight's gradient during backward, may take them and
+            return True: then no gradient is formed. Without ``chunk``, on a GPU.
+
+    Returns:
+        fp32 []. NaN if no label is valid, with zero gradients; NaN, on a GPU, if a label is
+        outside the vocabulary (on a CPU torch's IndexError).
+
+    Raises:
+        ValueError: shapes do not fit, or ``chunk`` is not positive.
+    """
+    if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
+        raise ValueError(f"weight: {tuple(weight.shape)} must be [V, {hidden.shape[-1]}]")
+    if labels.shape != hidden.shape[:-1]:
+        raise ValueError(
+            f"labels: {tuple(labels.shape)} must be hidden's {tuple(hidden.shape[:-1])}"
+        )
+    if chunk is not None and chunk < 1:
+        raise ValueError(f"chunk={chunk}: must be positive, or None to keep all logits")
+    hidden, labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1).contiguous()
+    if torch.is_autocast_enabled(hidden.device.type):
+        hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
+    weight = weight.to(hidden.dtype)
+    if isinstance(count, Tensor):
+        count = count.to(hidden.device, torch.float32, non_blocking=True)
+    elif count is not None:
+        count = torch.full((), count, dtype=torch.float32, device=hidden.device)
+    if not runs_triton(hidden):
+        return linear_cross_entropy_reference(hidden, weight, labels, count, ignore_index)
+    if count is None:
+        count = (labels != ignore_index).sum().float()
+    # In fp16 the gradient of a logit needs the loss scale that arrives with backward.
+    if chunk is None and hidden.dtype == torch.float16:
+        chunk = weight.shape[0]
+    if chunk is None:
+        return LinearCrossEntropyFunction.apply(
+            hidden, weight, labels, count, ignore_index, collect
+        )
+    return ChunkedLinearCrossEntropyFunction.apply(
+        hidden, weight, labels, count, ignore_index, chunk
+    )
