@@ -6,7 +6,7 @@
 F(c) are the floats of three mantissa bits. Subtracting the smallest makes code 0 exactly zero and
 the steps next to it even, as the segments of mu-law speech (ITU-T G.711) do: encoding is one
 multiply-add, and an integer addition and shift of the float's bits. Neighbouring codes differ by 6
-to 12 % of the value, down to 2^-12 of the block's largest value (signed) or 2^-28 (unsigned); the
+to 12 % of the value, down to 2^-11 of the block's largest value (signed) or 2^-27 (unsigned); the
 smallest non-zero value is 2^-18 or 2^-34 of the block's scale.
 
 Signed codes are int8, those of states that are never negative uint8; exponents are uint8, biased
@@ -47,7 +47,7 @@ def _decode_signed(code, exponent):
     scale = float_of(exponent << 23)
     f = float_of((where(code < 0, -code, code) << 20) + 0x38000000)
     x = f * scale - 2.0**-15 * scale  # exact products; of an infinite scale, NaN
-    return where(code < 0, -x, x)
+    return float_of(bits_of(x) ^ (code & -(2**31)))
 
 
 def _decode_unsigned(code, exponent):
@@ -59,7 +59,8 @@ def _encode_signed(x, inverse_scale, random):
     f = float_of(bits_of(x) & 0x7FFFFFFF) * inverse_scale + 2.0**-15
     # 16 random bits of the 20 that fall away, and half of the others: codes' own values stay.
     code = (bits_of(f) - 0x38000000 + (random << 4) + 8) >> 20
-    return where(x < 0, -code, code)
+    sign = bits_of(x) >> 31  # 0 or -1
+    return (code ^ sign) - sign
 
 
 def _encode_unsigned(x, inverse_scale, random):
