@@ -1,8 +1,8 @@
 """The gate: a row is timed only after its method trained as fp32 AdamW does.
 
 The method takes :data:`GATE_STEPS` real steps on a fresh model with random weights, on the same
-batches as the reference. Three things are compared, each able to fail on its own: the loss
-trajectory; how far the weights moved; and how much they shrank towards zero (weight decay). The
+batches as the reference. Each of these can fail on its own: the loss trajectory; that the loss
+falls; how far the weights moved; and how much they shrank towards zero (weight decay). The
 gate's rate and decay are far above a training recipe's so that all three stand clear of bf16
 rounding: a method that updates nothing, updates twice or ignores weight decay fails.
 """
@@ -46,6 +46,9 @@ EXACT = Tolerance(loss=0.05, moved=1.25, shrink=0.25)
 # A lossy method takes steps of its own size (APOLLO at rank 256: 5 x AdamW's): only gross errors
 # and a wrong decay can be told from the method.
 LOSSY = Tolerance(loss=1.00, moved=8.0, shrink=0.5)
+# The least that the loss must fall, as a share of the reference's fall: the lossy tolerance alone
+# would let a method pass that ignores its gradients. Lossy methods on Qwen3-0.6B: 0.87 to 1.09.
+LEAST_FALL = 0.5
 # bf16 vectors (norm weights near 1, ulp 0.004 to 0.008) round a step of 0.01 coarsely.
 VECTOR_SLACK = 2.0
 # What bf16 activations alone change in the loss.
@@ -148,6 +151,12 @@ def judge(
             f"loss is {gap:.3f} from {STATE_OF_TRUTH} (allowed {allowed:.3f}): "
             f"{_short(run.losses)} against {_short(reference.losses)}"
         )
+    fall, wanted = _fall(run), LEAST_FALL * _fall(reference)
+    if fall < wanted:
+        reasons.append(
+            f"loss fell by {fall:.3f}, of {STATE_OF_TRUTH} by {_fall(reference):.3f}: at least half"
+            " is asked of a method that trains"
+        )
     for kind, truth in reference.movement.items():
         reasons += _judge_movement(kind, run.movement.get(kind), truth, tolerance, adamw_decay)
     return reasons
@@ -180,6 +189,10 @@ def loss_gap(run: Trajectory, reference: Trajectory) -> float:
 
 def _loss_span(reference: Trajectory) -> float:
     return max(reference.losses) - min(reference.losses)
+
+
+def _fall(run: Trajectory) -> float:
+    return run.losses[0] - run.losses[-1]
 
 
 def _short(losses: Sequence[float]) -> str:
