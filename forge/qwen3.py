@@ -209,6 +209,10 @@ def forward_with_fused_loss(self: Qwen3ForCausalLM, *args: Any, **kwargs: Any) -
     if kwargs.get("position_ids") is None:
         # With positions, transformers tells packed sequences apart only where there is no cache.
         kwargs["use_cache"] = False
+        if kwargs.get("attention_mask") is None and _needs_no_mask(self.config):
+            # While a CUDA graph is captured transformers builds the causal mask, and attention with
+            # a mask takes three times as long.
+            kwargs["attention_mask"] = {"full_attention": None}
     outputs = self.model(**kwargs)
     ignored = kwargs.get("ignore_index", -100)
     targets = kwargs.get("shift_labels")
@@ -230,6 +234,12 @@ def forward_with_fused_loss(self: Qwen3ForCausalLM, *args: Any, **kwargs: Any) -
     return CausalLMOutputWithPast(
         loss=loss, hidden_states=outputs.hidden_states, attentions=outputs.attentions
     )
+
+
+def _needs_no_mask(config: Any) -> bool:
+    """Whether attention is told by a flag that it is causal, in every layer."""
+    known = ("sdpa", "flash_attention_2", "flash_attention_3")
+    return config._attn_implementation in known and set(config.layer_types) == {"full_attention"}
 
 
 def _chunk(row_bytes: int, vocabulary: int) -> int | None:

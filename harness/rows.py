@@ -37,11 +37,8 @@ VARIANTS = (
     Row("adamw-fused", "torch", "cuda_graph"),
     Row("adamw-fused", "torch", "compile+cuda_graph"),
     Row("adamw-fused", "liger+flce", "eager"),
-    Row("adamw-fused", "forge", "eager"),
     Row("forge-bf16", "forge", "eager"),
-    Row("adamw-fused", "forge", "cuda_graph"),
     Row("forge-bf16", "forge", "cuda_graph"),
-    Row("forge-int8", "forge", "cuda_graph"),
 )
 
 

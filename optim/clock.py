@@ -58,6 +58,7 @@ class Clock:
         self._before = self._carried.clone()
         self._uploaded: tuple[float, ...] | None = None
         self._origin: Clock | None = None
+        self.refresh()
 
     def counts(self) -> dict[str, Tensor]:
         """What a parameter's state shares with this clock, live: ``step``, and what it carries."""
