@@ -52,17 +52,20 @@ def cpu_name() -> str:
 def git_state() -> tuple[str, bool | None]:
     """Commit of the checkout this code runs from and whether it has changes.
 
-    A copy without git, on a machine that only measures, is told by ``FORGE_COMMIT``.
+    A copy on a machine that only measures is told by ``FORGE_COMMIT``, also where it came with some
+    repository of its own.
     """
     told = os.environ.get("FORGE_COMMIT", "")
+    if told:
+        return told, None
     try:
         # An installed copy may lie inside somebody else's checkout.
         if Path(_git("rev-parse", "--show-toplevel")).resolve() != ROOT:
-            return told, None
+            return "", None
         commit = _git("rev-parse", "--short=9", "HEAD")
         return commit, bool(_git("status", "--porcelain", "--untracked-files=no"))
     except (OSError, subprocess.CalledProcessError):
-        return told, None
+        return "", None
 
 
 def _git(*arguments: str) -> str:
