@@ -10,11 +10,12 @@ and every input gradient has read the old weight. That moment triggers the updat
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.autograd.graph import get_gradient_edge
 
 # Inputs x [..., K] and output gradients dy [..., N] whose products dy^T x add up to a gradient, and
@@ -176,13 +177,19 @@ _linear = super(torch.autograd.Function, LinearFunction).apply
 class ForgeLinear(nn.Linear):
     """An ``nn.Linear`` whose weight gradient goes to the optimizer that holds its weight.
 
-    Without such an optimizer, with a frozen weight, under ``no_grad`` or function transforms, or
-    with gradient hooks on the weight it is a plain ``nn.Linear``.
+    Without such an optimizer, with a frozen weight, under ``no_grad``, function transforms,
+    forward-mode differentiation, ``torch.export``, ``torch.jit.trace`` or ``torch.fx``, or with
+    gradient hooks on the weight it is a plain ``nn.Linear``. Its copies, also by pickle, are
+    ``nn.Linear``; ``torch.jit.script`` takes only those.
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        if torch.compiler.is_compiling():
-            return _graph_break(self, input)
+        if torch.compiler.is_dynamo_compiling():
+            # What the compiler traces has no side effects: no slots here.
+            training = torch.is_grad_enabled() and self.weight.requires_grad
+            if training and not torch.compiler.is_exporting():
+                return _graph_break(self, input)
+            return F.linear(input, self.weight, self.bias)
         # From the dict: an attribute of a module costs five times as much, in every layer.
         parameters = self._parameters
         weight = parameters.get("weight")
@@ -197,16 +204,34 @@ class ForgeLinear(nn.Linear):
             or weight._backward_hooks
             or weight._post_accumulate_grad_hooks
             or torch._C._are_functorch_transforms_active()
+            or forward_ad._current_level >= 0
+            or not isinstance(input, Tensor)  # a proxy of torch.fx
+            or torch._C._get_tracing_state() is not None
         ):
             return F.linear(input, self.weight, self.bias)
-        if torch.is_autocast_enabled(input.device.type):
+        if torch._C._is_any_autocast_enabled() and _autocasts(input):
             input = input.to(torch.get_autocast_dtype(input.device.type))
         elif input.dtype != weight.dtype:
             return F.linear(input, weight, bias)  # raises torch's own dtype error
         return _linear(input, weight, bias, slot)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # Copies have no slot, and no use for this class. In the form of protocol 1, which may name
+        # another class than the object's.
+        build, args, *rest = cast(tuple, super().__reduce_ex__(1))
+        return build, tuple(nn.Linear if arg is ForgeLinear else arg for arg in args), *rest
 
-@torch.compiler.disable
+
+def _autocasts(input: Tensor) -> bool:
+    """Whether autocast would convert ``input`` for a linear layer: all floats but fp64."""
+    return (
+        torch.is_autocast_enabled(input.device.type)
+        and input.is_floating_point()
+        and input.dtype != torch.float64
+    )
+
+
+@torch.compiler.disable(reason="forge updates weights inside backward: no fullgraph=True here")
 def _graph_break(layer: ForgeLinear, input: Tensor) -> Tensor:
     """The eager forward: the compiler must not trace a backward that has side effects."""
     return layer.forward(input)
@@ -215,9 +240,9 @@ def _graph_break(layer: ForgeLinear, input: Tensor) -> Tensor:
 def fuse_linears(model: nn.Module) -> list[nn.Linear]:
     """Turn the model's ``nn.Linear`` layers into :class:`ForgeLinear`, in place; returns them.
 
-    Left as they are: subclasses (they may not compute ``x W^T``), layers whose weight has no slot
-    or is not contiguous, and weights that several modules share. A shared weight (a tied head)
-    needs the sum of several gradients; keeping the factors of the head until the embedding's
+    Left as they are: subclasses (they may not compute ``x W^T``), layers whose weight has no slot,
+    is empty or not contiguous, and weights that several modules share. A shared weight (a tied
+    head) needs the sum of several gradients; keeping the factors of the head until the embedding's
     gradient arrives would hold its inputs and output gradients through the whole backward pass.
     """
     owners: dict[int, int] = {}
@@ -227,9 +252,21 @@ def fuse_linears(model: nn.Module) -> list[nn.Linear]:
                 owners[id(param)] = owners.get(id(param), 0) + 1
     fused = []
     for module in model.modules():
-        if type(module) is not nn.Linear or slot_of(module.weight) is None:
+        if type(module) is not nn.Linear and type(module) is not ForgeLinear:
             continue
-        if owners[id(module.weight)] == 1 and module.weight.is_contiguous():
+        weight = module.weight
+        if slot_of(weight) is None or owners[id(weight)] > 1:
+            continue
+        if weight.is_contiguous() and weight.numel():
             module.__class__ = ForgeLinear
             fused.append(module)
     return fused
+
+
+def unfuse_linears(layers: list[nn.Linear]) -> None:
+    """Make them ``nn.Linear`` again, in place, but for those that another optimizer fused since."""
+    for layer in layers:
+        slot = slot_of(layer._parameters.get("weight"))
+        if type(layer) is ForgeLinear and (slot is None or slot.owner() is None):
+            layer.__class__ = nn.Linear  # type: ignore[assignment]
+    layers.clear()

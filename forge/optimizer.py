@@ -2,39 +2,32 @@
 
 from __future__ import annotations
 
-import copy
+import operator
+import weakref
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import chain
 from operator import is_
 from typing import Any, TypedDict
 
 import torch
 from torch import Tensor, nn
 
+from forge.checks import (
+    check_hyper,
+    check_not_distributed,
+    check_parameter,
+    named_like,
+    read_count,
+    refuse_edited,
+)
 from forge.kernels.wgrad_auto import check_path
-from forge.linear import ForgeLinear, Slot, fuse_linears, slot_of
+from forge.linear import Slot, fuse_linears, unfuse_linears
 from forge.optim.clock import Clock
 from forge.optim.rules import Rule
-from forge.optim.states import (
-    FORMATS,
-    check_format,
-    check_states,
-    convert_states,
-    stored_names,
-)
-from forge.queue import UpdateQueue, check_single_process
-
-_DTYPES = (torch.bfloat16, torch.float32)
-_NOT_NEGATIVE = {
-    "lr": "learning rate",
-    "eps": "epsilon value",
-    "weight_decay": "weight_decay value",
-    "momentum": "momentum value",
-    "alpha": "alpha value",
-    "lr_decay": "lr_decay value",
-    "initial_accumulator_value": "initial_accumulator_value value",
-    "momentum_decay": "momentum_decay value",
-}
+from forge.optim.states import FORMATS, check_format, check_stored, stored_names
+from forge.queue import UpdateQueue
+from forge.state_dict import detached, load
 
 
 class Options(TypedDict, total=False):
@@ -57,6 +50,10 @@ class ForgeOptimizer(torch.optim.Optimizer):
 
     One backward a step: a second one before ``step()`` raises, the weights have moved already.
 
+    Not seen: pre-hooks on the autograd node of a fused weight (``AccumulateGrad``), which get no
+    gradient; hooks on the parameter are honoured. ``torch.amp.GradScaler`` finds no gradients to
+    unscale; its ``step`` raises.
+
     Args:
         params: a module (its ``nn.Linear`` layers are fused), or what ``torch.optim`` takes:
             parameters, named parameters or param groups.
@@ -74,14 +71,16 @@ class ForgeOptimizer(torch.optim.Optimizer):
             :mod:`forge.kernels.wgrad_auto`.
 
     Raises:
-        ValueError: a hyperparameter out of range; a parameter held by another such optimizer.
-        TypeError: a parameter that is not a plain bf16 or fp32 tensor.
+        ValueError: a hyperparameter out of range; a parameter held by another such optimizer;
+            ``model`` has none of the parameters.
+        TypeError: a parameter that is not a plain bf16 or fp32 tensor; a setting that is no number.
         NotImplementedError: more than one process.
     """
 
     rule: Rule
-    # torch's settings that the rule leaves no choice in, so that none is silently ignored.
-    fixed: dict[str, Any] = {"maximize": False}
+    # torch's settings that the rule leaves no choice in, so that none is silently ignored. Those
+    # that choose between torch's own implementations (foreach, fused, capturable) mean nothing.
+    fixed: dict[str, Any] = {}
 
     def __init__(
         self,
@@ -95,31 +94,45 @@ class ForgeOptimizer(torch.optim.Optimizer):
         path: str = "auto",
     ) -> None:
         check_format(states, rounding)
-        _check_hyper(defaults)
-        _check_not_distributed(model if model is not None else params)
+        check_hyper(defaults)
+        check_not_distributed(model if model is not None else params)
         if isinstance(params, nn.Module):
             if model is not None and model is not params:
                 raise ValueError("model=: pass the module once, as the first argument")
             model, params = params, list(params.named_parameters())
+        try:
+            seed = operator.index(seed)
+        except TypeError:
+            raise TypeError(f"seed={seed!r}: must be an integer") from None
         if not -(2**31) <= seed < 2**31:
             raise ValueError(f"seed={seed}: must fit in 32 bits")
         self.states = states
         self.rounding = rounding
         self.seed = seed
+        self.fixed = {"maximize": False, "differentiable": False, **self.fixed}
         self._slots: list[Slot] = []
         self._salt = 0
-        self._members: list[tuple[int, int]] = []  # group and parameter
+        self._members: list[tuple[dict, list[Tensor]]] = []  # groups and their parameters
+        self._seen: list[Any] = []  # what the states and counts were when last looked at
+        self._strides: list[tuple[int, ...]] = []
         self._clocks: list[Clock] = []
         self._names = {id(p): n for n, p in model.named_parameters()} if model is not None else {}
         self._layers: list[nn.Linear] = []
+        # Layers are given back also when the optimizer just goes out of use.
+        self._unfuse = weakref.finalize(self, unfuse_linears, self._layers)
+        self._unfuse.atexit = False
         self._state: defaultdict[Tensor, Any] = defaultdict(dict)
         stochastic = rounding == "stochastic"
         self._queue = UpdateQueue(self.rule, states, stochastic, path, self._state)
         super().__init__(params, defaults)
         self.state = self._state
-        if model is not None:
-            self._layers = fuse_linears(model)
         try:
+            if model is not None and self._names.keys().isdisjoint(
+                id(slot.param) for slot in self._slots
+            ):
+                raise ValueError("model= has none of the parameters: pass the module they are from")
+            if model is not None:
+                self._layers += fuse_linears(model)
             for layer in self._layers:
                 dtype = FORMATS[states] or layer.weight.dtype
                 check_path(path, layer.weight, dtype, len(self.rule.states))
@@ -135,7 +148,7 @@ class ForgeOptimizer(torch.optim.Optimizer):
                 of this package, or cannot be updated in place (not dense in memory).
             TypeError: a parameter's dtype or type is not supported.
         """
-        super().add_param_group(param_group)
+        super().add_param_group(named_like(self.param_groups, param_group, self._names))
         group, number = self.param_groups[-1], len(self.param_groups) - 1
         names = group.get("param_names")
         try:
@@ -147,7 +160,7 @@ class ForgeOptimizer(torch.optim.Optimizer):
             if len({id(param) for param, _ in found}) < len(found):
                 raise ValueError(f"param group {number}: a parameter is in it twice")
             for param, name in found:
-                _check_parameter(param, name)
+                check_parameter(param, name)
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
@@ -165,11 +178,14 @@ class ForgeOptimizer(torch.optim.Optimizer):
             if param.requires_grad:
                 slot.attach(self._queue)
         self._clocks.extend(clocks.values())
-        self._members += [(id(group), id(param)) for param, _ in found]
+        self._members.append((group, list(group["params"])))
 
     def _check_group(self, number: int, group: dict[str, Any]) -> None:
         """Refuse hyperparameters out of range and settings that the rule does not follow."""
-        _check_hyper(group)
+        check_hyper(group)
+        self._check_fixed(number, group)
+
+    def _check_fixed(self, number: int, group: dict[str, Any]) -> None:
         for key, value in self.fixed.items():
             if group.get(key, value) != value:
                 raise ValueError(
@@ -181,10 +197,8 @@ class ForgeOptimizer(torch.optim.Optimizer):
         """Give the parameters back: hooks are removed and fused layers are plain ``nn.Linear``."""
         for slot in self._slots:
             slot.detach()
-        for layer in self._layers:
-            if type(layer) is ForgeLinear:
-                layer.__class__ = nn.Linear  # type: ignore[assignment]
-        self._slots, self._clocks, self._layers = [], [], []
+        self._unfuse()
+        self._slots, self._clocks, self._seen = [], [], []
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -224,8 +238,14 @@ class ForgeOptimizer(torch.optim.Optimizer):
         """As in ``torch.optim.Optimizer``: discards gradients.
 
         Raises:
+            ValueError: ``set_to_none=False``, which asks for gradients of zeros.
             RuntimeError: gradients of this step have been applied already, and cannot be discarded.
         """
+        if not set_to_none:
+            raise ValueError(
+                "set_to_none=False: gradients are not kept, so there is none to fill with zeros; "
+                "use zero_grad()"
+            )
         self._queue.discard()
         applied = [slot for slot in self._slots if slot.updated]
         for slot in self._slots:
@@ -246,33 +266,62 @@ class ForgeOptimizer(torch.optim.Optimizer):
     def check_unedited(self) -> None:
         """Refuse what the hooks would not notice; follow replaced states and layouts."""
         self._check_held()
-        groups = [(id(group), id(p)) for group in self.param_groups for p in group["params"]]
-        if groups != self._members:
+        # Once a step, for all parameters: passes over lists that run in C.
+        if len(self.param_groups) != len(self._members) or not all(
+            group is kept and _same(group["params"], params)
+            for group, (kept, params) in zip(self.param_groups, self._members, strict=True)
+        ):
             raise RuntimeError(
                 "param_groups was edited: use add_param_group, or release() this optimizer and "
                 "build a new one (load_state_dict keeps the states)"
             )
+        for number, group in enumerate(self.param_groups):
+            self._check_fixed(number, group)
         self._queue.state = self.state
+        strides = [slot.param.stride() for slot in self._slots]
+        edited = [clock for clock in self._clocks if clock.edited()]
+        if edited or strides != self._strides or not _same(self._stored(), self._seen):
+            self._follow(edited)
+            self._strides, self._seen = strides, self._stored()
+
+    def _stored(self) -> list[Any]:
+        return list(chain.from_iterable(map(dict.values, self.state.values())))
+
+    def _follow(self, edited: list[Clock]) -> None:
+        """Follow states, counts and layouts that are not those of the last step, or refuse them."""
         names = stored_names(self.rule, self.states)
-        restarted: dict[tuple, Clock] = {}
+        made: dict[tuple, Clock] = {}
         for slot in self._slots:
-            target = slot.target
-            if target is None:
-                continue
-            param, stored = slot.param, self.state.get(slot.param)
+            param, target = slot.param, slot.target
+            stored = self.state.get(param)
             if not stored:
-                # Its state was cleared: as in torch, its count starts again.
-                key = (id(slot.clock.group), param.device)
-                if key not in restarted:
-                    clock = Clock(self.rule, slot.clock.group, param.device, self.seed)
-                    restarted[key] = clock
-                    self._clocks.append(clock)
-                slot.clock, slot.target = restarted[key], None
-            elif (
-                not all(map(is_, map(stored.get, names), target.states + target.scales))
+                if target is not None:
+                    # Its state was cleared: as in torch, its count starts again.
+                    slot.clock, slot.target = self._clock_at(made, slot, 0.0, ()), None
+                continue
+            if not slot.clock.shown_in(stored):
+                step, *carried = (read_count(slot, stored, name) for name in slot.clock.counts())
+                self._move(slot, self._clock_at(made, slot, step, carried))
+            elif slot.clock in edited:
+                refuse_edited(slot)
+            if (
+                target is None
+                or not _same(list(map(stored.get, names)), target.states + target.scales)
                 or param.stride() != target.stride
             ):
                 slot.target = None
+                check_stored(self.rule, self.states, param, stored, slot.name)
+
+    def _clock_at(
+        self, made: dict[tuple, Clock], slot: Slot, step: float, carried: Sequence[float]
+    ) -> Clock:
+        """A clock of the slot's group and device at these counts, one for all that ask."""
+        key = (id(slot.clock.group), slot.param.device, step, *carried)
+        if key not in made:
+            group, device = slot.clock.group, slot.param.device
+            made[key] = Clock(self.rule, group, device, self.seed, step, carried)
+            self._clocks.append(made[key])
+        return made[key]
 
     @torch.no_grad()
     def _renew(self, slot: Slot) -> None:
@@ -282,7 +331,7 @@ class ForgeOptimizer(torch.optim.Optimizer):
             TypeError: its new dtype is not supported.
         """
         param = slot.param
-        _check_parameter(param, slot.name, attached=True)
+        check_parameter(param, slot.name, attached=True)
         if slot.clock.step.device != param.device:
             twins = (c for c in self._clocks if c.follows(slot.clock, param.device))
             clock = next(twins, None)
@@ -300,6 +349,9 @@ class ForgeOptimizer(torch.optim.Optimizer):
         for slot in self._slots:
             clock = slot.clock
             if clock.running and not slot.updated:
+                stored = self.state.get(slot.param)
+                if stored and not clock.shown_in(stored):
+                    continue  # another count was put there: followed at the next check
                 if id(clock) not in left:
                     left[id(clock)] = clock.behind()
                 self._move(slot, left[id(clock)])
@@ -319,14 +371,7 @@ class ForgeOptimizer(torch.optim.Optimizer):
         Tensors alias the live states, except ``step`` and the like: parameters share those here,
         and an optimizer that loads them would advance them once for each parameter.
         """
-        result = super().state_dict()
-        names = stored_names(self.rule, self.states)
-        result["state"] = {
-            key: {k: v if k in names else v.clone() for k, v in state.items()}
-            for key, state in result["state"].items()
-        }
-        result["param_groups"] = [{**self.fixed, **group} for group in result["param_groups"]]
-        return result
+        return detached(self, super().state_dict())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict()`` returned, or the state of the same rule's torch optimizer.
@@ -341,57 +386,31 @@ class ForgeOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: groups, settings or shapes do not match; the message names the parameter.
             KeyError: a state is missing.
+            RuntimeError: between ``backward()`` and ``step()``.
         """
         self._check_held()
+        queued = set(map(id, self._queue.queued()))
+        applied = [slot for slot in self._slots if slot.updated and id(slot) not in queued]
+        if applied:
+            raise RuntimeError(
+                f"load_state_dict() between backward() and step(): {len(applied)} parameters "
+                f"({applied[0].name!r} ...) were updated already, and their states would go back "
+                "without them; call step() first, then load the model and the optimizer"
+            )
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             replaced = pre_hook(self, state_dict)
             state_dict = state_dict if replaced is None else replaced
-        groups = state_dict["param_groups"]
-        if len(groups) != len(self.param_groups):
-            raise ValueError(
-                f"state_dict has {len(groups)} param groups, the optimizer {len(self.param_groups)}"
-            )
-        loaded: dict[int, dict[str, Any]] = {}
-        names = {id(s.param): s.name for s in self._slots}
-        for i, (mine, theirs) in enumerate(zip(self.param_groups, groups, strict=True)):
-            if len(mine["params"]) != len(theirs["params"]):
-                raise ValueError(
-                    f"param group {i}: state_dict has {len(theirs['params'])} parameters, "
-                    f"the optimizer {len(mine['params'])}"
-                )
-            self._check_group(i, theirs)
-            for param, key in zip(mine["params"], theirs["params"], strict=True):
-                state = _read_state(state_dict["state"].get(key, {}), names[id(param)], self.rule)
-                if state:
-                    check_states(self.rule, self.states, param, state, names[id(param)])
-                    loaded[id(param)] = state
-        for mine, theirs in zip(self.param_groups, groups, strict=True):
-            # In place: schedulers and clocks hold these dicts.
-            settings = {k: v for k, v in theirs.items() if k not in ("params", "param_names")}
-            mine.update(copy.deepcopy(settings))
-        self._restore(loaded)
+        load(self, state_dict)
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
 
-    @torch.no_grad()
-    def _restore(self, loaded: dict[int, dict[str, Any]]) -> None:
-        self._queue.discard()
-        self.state.clear()
-        clocks: dict[tuple, Clock] = {}
-        for slot in self._slots:
-            param, state = slot.param, loaded.get(id(slot.param))
-            group = slot.clock.group
-            steps = float(state["step"]) if state else 0.0
-            carried = [float(state[name]) for name in self.rule.carried] if state else []
-            key = (id(group), param.device, steps, *carried)
-            if key not in clocks:
-                clocks[key] = Clock(self.rule, group, param.device, self.seed, steps, carried)
-            slot.clock = clocks[key]
-            slot.updated, slot.target, slot.factors = False, None, []
-            if state:
-                mine = convert_states(self.rule, self.states, param, state)
-                self.state[param] = {**slot.clock.counts(), **mine}
-        self._clocks = list(clocks.values())
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        # torch.amp.GradScaler.step asks, and would go on to an assertion that explains nothing.
+        raise NotImplementedError(
+            "GradScaler: the weights were updated inside backward, with scaled gradients; use "
+            "torch.autocast with bfloat16, which needs no scaler, or torch.optim.AdamW"
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(
@@ -401,56 +420,5 @@ class ForgeOptimizer(torch.optim.Optimizer):
         )
 
 
-def _check_not_distributed(model: Any) -> None:
-    check_single_process()
-    if type(model).__name__ in ("DistributedDataParallel", "FullyShardedDataParallel"):
-        raise NotImplementedError(
-            f"{type(model).__name__}: several processes are not supported; pass the module inside"
-        )
-
-
-def _check_parameter(param: Tensor, name: str, attached: bool = False) -> None:
-    """Refuse what the kernels cannot update, naming the parameter."""
-    if not attached and slot_of(param) is not None:
-        raise ValueError(
-            f"{name!r} already belongs to a ForgeOptimizer: call release() on that one first"
-        )
-    if not param.requires_grad:
-        return
-    if type(param).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl:
-        raise TypeError(f"{name!r} is a {type(param).__name__}: only plain tensors are supported")
-    if param.dtype not in _DTYPES:
-        raise TypeError(
-            f"{name!r} is {param.dtype}: weights must be bfloat16 or float32 "
-            "(for float16 compute, keep float32 weights and use torch.autocast)"
-        )
-    if torch.empty_like(param).stride() != param.stride():
-        raise ValueError(f"{name!r} is not dense in memory: pass param.contiguous()")
-
-
-def _check_hyper(settings: dict[str, Any]) -> None:
-    """Raise ValueError, in torch's words, when a hyperparameter is out of range."""
-    for key, words in _NOT_NEGATIVE.items():
-        value = settings.get(key, 0.0)
-        if isinstance(value, Tensor):
-            if value.numel() != 1:
-                raise ValueError(f"Tensor {key} must be 1-element")
-        elif not value >= 0.0:
-            raise ValueError(f"Invalid {words}: {value}")
-    for i, beta in enumerate(settings.get("betas", ())):
-        if not 0.0 <= beta < 1.0:
-            raise ValueError(f"Invalid beta parameter at index {i}: {beta}")
-
-
-def _read_state(state: dict[str, Any], name: str, rule: Rule) -> dict[str, Any] | None:
-    """A parameter's part of a state_dict; None when no step has updated it."""
-    if not rule.counted:
-        state = {key: value for key, value in state.items() if value is not None}
-        state = state and {"step": 1.0, **state}
-    if not state:
-        return None
-    for key in ("step", *rule.carried):
-        if key not in state:
-            raise KeyError(f"{name!r}: the state_dict has no {key!r}, which {rule.name} needs")
-    # torch's Adagrad saves what its states start with. Here they start at zero.
-    return state if float(state["step"]) > 0 else None
+def _same(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    return len(a) == len(b) and all(map(is_, a, b))

@@ -41,7 +41,7 @@ class ForgeAdamW(ForgeOptimizer):
     """
 
     rule = ADAMW
-    fixed = {"maximize": False, "amsgrad": False, "decoupled_weight_decay": True}
+    fixed = {"amsgrad": False, "decoupled_weight_decay": True}
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class ForgeAdam(ForgeOptimizer):
     """
 
     rule = ADAM
-    fixed = {"maximize": False, "amsgrad": False, "decoupled_weight_decay": False}
+    fixed = {"amsgrad": False, "decoupled_weight_decay": False}
 
     def __init__(
         self,
@@ -185,7 +185,7 @@ class ForgeSGD(ForgeOptimizer):
         hyper = dict(lr=lr, dampening=dampening, weight_decay=weight_decay, nesterov=nesterov)
         if momentum == 0:
             self.rule = SGD
-            self.fixed = {"maximize": False, "momentum": 0}
+            self.fixed = {"momentum": 0}
         else:
             self.rule = SGD_MOMENTUM
             hyper["momentum"] = momentum
@@ -202,7 +202,7 @@ class ForgeRMSprop(ForgeOptimizer):
     """
 
     rule = RMSPROP
-    fixed = {"maximize": False, "momentum": 0, "centered": False}
+    fixed = {"momentum": 0, "centered": False}
 
     def __init__(
         self,

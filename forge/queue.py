@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import MutableMapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from threading import Lock
 from typing import Any, NoReturn
 
 import torch
@@ -66,6 +67,8 @@ class UpdateQueue:
         self._fused = _Waiting()  # weights whose gradient is a product of factors
         self._plain = _Waiting()  # parameters whose gradient exists
         self._task = -1
+        # Backwards of several threads may share the optimizer. Appending to a list needs no lock.
+        self._lock = Lock()
 
     def complete(self, slot: Slot) -> None:
         """Called by the autograd engine when a backward has completed the gradient of ``slot``."""
@@ -77,12 +80,13 @@ class UpdateQueue:
         if grad is None and not slot.factors or not slot.param.requires_grad:
             return
         if slot.updated or torch.is_grad_enabled():
-            _refuse(slot)
+            self._refuse(slot)
         if task != self._task:
             check_single_process()
             owner = slot.owner()
             if owner is not None:
-                owner.check_unedited()
+                with self._lock:
+                    owner.check_unedited()
             self._task = task
             torch.autograd.Variable._execution_engine.queue_callback(self.flush)
         waiting = self.push(slot, grad)
@@ -115,19 +119,31 @@ class UpdateQueue:
                 slot.updated = False
             waiting.entries, waiting.bytes = [], 0
 
+    def queued(self) -> list[Slot]:
+        """The parameters whose update is queued."""
+        return [slot for waiting in (self._fused, self._plain) for slot, _, _ in waiting.entries]
+
     def flush(self) -> None:
         """Launch every queued update."""
         self._launch(self._fused)
         self._launch(self._plain)
 
-    @torch.no_grad()
     def _launch(self, waiting: _Waiting) -> None:
-        entries, waiting.entries, waiting.bytes = waiting.entries, [], 0
+        with self._lock, torch.no_grad():
+            self._launch_locked(waiting)
+
+    def _launch_locked(self, waiting: _Waiting) -> None:
+        entries = waiting.entries[:]
         batches: dict[tuple, _Batch] = {}
         last_key: tuple = ()
         for slot, factors, grad in entries:
             target = slot.target
             if target is None or target.address != slot.param.data_ptr():
+                if grad is None and not slot.param.is_contiguous():
+                    raise RuntimeError(
+                        f"{slot.name!r} was laid out anew while its update was queued: discard it "
+                        "with optimizer.zero_grad()"
+                    )
                 target = slot.target = self._target(slot)
             if grad is None:
                 x, dy, version = factors[0] if len(factors) == 1 else _join(factors)
@@ -146,6 +162,9 @@ class UpdateQueue:
                 batch.second.append(x)
             else:
                 batch.first.append(grad)
+        # What has raised so far has changed nothing, and its updates can be discarded.
+        del waiting.entries[: len(entries)]
+        waiting.bytes = 0
         for (clock, stream, *_), batch in batches.items():
             seed = clock.seed if self.stochastic else None
             with _on_stream(stream, batch.targets[0].param.device):
@@ -182,19 +201,23 @@ class UpdateQueue:
         stored = [state[name] for name in names]
         return Target(param, stored[:count], slot.salt, stored[count:])
 
-
-def _refuse(slot: Slot) -> NoReturn:
-    if slot.updated:
+    def _refuse(self, slot: Slot) -> NoReturn:
+        if slot in self.queued():
+            raise RuntimeError(
+                f"a backward of this step did not finish, and its update of {slot.name!r} is still "
+                "queued: discard it with optimizer.zero_grad() (optimizer.step() would apply it)"
+            )
+        if slot.updated:
+            raise RuntimeError(
+                f"second backward before step(): {slot.name!r} was already updated in this step. "
+                "Call optimizer.step() after every backward; to accumulate, put the micro-batches "
+                "into one batch, or use torch.optim.AdamW. (A weight used in several reentrant "
+                "checkpoints counts too: use checkpoint(use_reentrant=False).)"
+            )
         raise RuntimeError(
-            f"second backward before step(): {slot.name!r} was already updated in this step. "
-            "Call optimizer.step() after every backward; to accumulate, put the micro-batches "
-            "into one batch, or use torch.optim.AdamW. (A weight used in several reentrant "
-            "checkpoints counts too: use checkpoint(use_reentrant=False).)"
+            f"create_graph=True: {slot.name!r} is updated inside backward, which cannot be "
+            "differentiated; use torch.optim.AdamW"
         )
-    raise RuntimeError(
-        f"create_graph=True: {slot.name!r} is updated inside backward, which cannot be "
-        "differentiated; use torch.optim.AdamW"
-    )
 
 
 def _on_stream(stream: int | None, device: torch.device) -> AbstractContextManager:

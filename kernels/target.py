@@ -103,7 +103,7 @@ class Table:
         """The int64 array on ``device``, copied without synchronising."""
         values = (*self.firsts, *([_NEVER] * (CAPACITY - len(self.firsts))), *self.entries)
         if device.type != "cuda":
-            return torch.tensor(values, dtype=torch.int64)
+            return torch.tensor(values, dtype=torch.int64, device="cpu")
         if torch.cuda.is_current_stream_capturing():
             if CapturedTables._active is None:
                 raise NotImplementedError(
@@ -156,7 +156,7 @@ class CapturedTables:
 
     def fill(self) -> None:
         """Write the tables added since the last time."""
-        new = torch.tensor(self.values[self.filled :], dtype=torch.int64)
+        new = torch.tensor(self.values[self.filled :], dtype=torch.int64, device="cpu")
         self.memory[self.filled : len(self.values)].copy_(new)
         self.filled = len(self.values)
 
@@ -168,7 +168,7 @@ def _on_gpu(values: tuple[int, ...], device: torch.device, _stream: int) -> Tens
     By stream, because the copy is only ordered before what follows on the same one.
     """
     # A fresh pinned buffer each time: the copy is asynchronous, an old one may be in flight.
-    pinned = torch.tensor(values, dtype=torch.int64, pin_memory=True)
+    pinned = torch.tensor(values, dtype=torch.int64, device="cpu", pin_memory=True)
     return pinned.to(device, non_blocking=True)
 
 

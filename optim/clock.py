@@ -49,27 +49,46 @@ class Clock:
         self.running = False
         # fp32 like torch's own `step`; it counts exactly to 2^24.
         self.step = torch.tensor(step, dtype=torch.float32, device=device)
-        self.scalars = torch.zeros(rule.scalar_count, device=device)
+        self.scalars = torch.zeros(rule.scalar_count, dtype=torch.float32, device=device)
         self.seed = torch.zeros((), dtype=torch.int32, device=device)
-        self._base_seed = torch.tensor(seed, dtype=torch.int64).to(torch.int32).to(device)
+        self._base_seed = torch.tensor(seed, dtype=torch.int32, device=device)
         values = [0.0] * len(rule.hyper) + list(carried or [1.0] * len(rule.carried))
         self._hyper = torch.tensor(values, dtype=torch.float64, device=device)
         self._carried = self._hyper[len(rule.hyper) :]
         self._before = self._carried.clone()
+        self._counts = {"step": self.step, **dict(zip(rule.carried, self._carried, strict=True))}
         self._uploaded: tuple[float, ...] | None = None
         self._origin: Clock | None = None
         self.refresh()
+        self._seal()
 
     def counts(self) -> dict[str, Tensor]:
         """What a parameter's state shares with this clock, live: ``step``, and what it carries."""
-        return {"step": self.step, **dict(zip(self.rule.carried, self._carried, strict=True))}
+        return self._counts
+
+    def shown_in(self, state: dict[str, Any]) -> bool:
+        """Whether a parameter's state shows this clock's counts, not some that were put there."""
+        if state.get("step") is not self.step:
+            return False
+        return not self.rule.carried or all(state.get(k) is v for k, v in self._counts.items())
+
+    def edited(self) -> bool:
+        """Whether somebody else has written to the counts, as far as autograd's versions tell."""
+        return self.step._version + self._hyper._version != self._version
+
+    def _seal(self) -> None:
+        self._version = self.step._version + self._hyper._version
 
     def begin(self) -> None:
         """Start the next step: ``step += 1``, scalars and seed follow."""
-        self.refresh()
+        # A captured copy of a device tensor would read that very tensor in every replay, also when
+        # another one has taken its place: whoever replays refreshes before.
+        if not (self.step.is_cuda and torch.cuda.is_current_stream_capturing()):
+            self.refresh()
         if self.rule.carried:
             self._before.copy_(self._carried)
         advance(self.step, self._hyper, self.scalars, self.seed, self._base_seed, self.rule.scalars)
+        self._seal()
         self.running = True
 
     def outdated(self) -> bool:
@@ -96,12 +115,13 @@ class Clock:
         if numbers != self._uploaded:
             # A fresh pinned buffer each time: a reused one could still be in flight.
             pinned = torch.tensor(
-                numbers, dtype=torch.float64, pin_memory=self._hyper.device.type == "cuda"
+                numbers, dtype=torch.float64, device="cpu", pin_memory=self._hyper.is_cuda
             )
             self._hyper[: len(numbers)].copy_(pinned, non_blocking=True)
             self._uploaded = numbers
         for i, value in on_device.items():
             self._hyper[i].copy_(value)
+        self._seal()
 
     def on(self, device: torch.device) -> Clock:
         """This clock for parameters that were moved to ``device``."""
@@ -119,4 +139,5 @@ class Clock:
         clock = Clock(self.rule, self.group, self.step.device, self.base)
         clock.step.copy_(self.step - 1)
         clock._carried.copy_(self._before)
+        clock._seal()
         return clock

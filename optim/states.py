@@ -18,6 +18,7 @@ FORMATS: dict[str, torch.dtype | None] = {
     "int8": torch.int8,
 }
 ROUNDINGS = ("stochastic", "nearest")
+_FLOATS = {torch.bfloat16, torch.float32}
 
 
 def check_format(states: str, rounding: str) -> None:
@@ -93,6 +94,28 @@ def _decode(saved: dict[str, Any], name: str) -> Tensor:
     return decode_reference(saved[f"{name}_code"], saved[f"{name}_scale"])
 
 
+def check_stored(
+    rule: Rule, states: str, param: Tensor, stored: dict[str, Any], owner: str
+) -> None:
+    """Check that ``stored``, the live state of ``param``, is what one kernel launch can update.
+
+    Raises:
+        KeyError, ValueError: as :func:`check_states`; states of several dtypes.
+    """
+    check_states(rule, states, param, stored, owner)
+    names = stored_names(rule, states)
+    dtypes = {stored[name].dtype for name in names if name in stored}
+    if not all(name in stored for name in names) or (
+        states != "int8" and (len(dtypes) > 1 or not dtypes <= _FLOATS)
+    ):
+        found = ", ".join(f"{k} {v.dtype}" for k, v in stored.items() if isinstance(v, Tensor))
+        raise ValueError(
+            f"{owner!r}: its state was replaced by {found}; states={states!r} needs "
+            f"{', '.join(names)}, "
+            + ("codes and scales" if states == "int8" else "all bfloat16 or all float32")
+        )
+
+
 def check_states(rule: Rule, states: str, param: Tensor, saved: dict[str, Any], owner: str) -> None:
     """Check that ``saved`` holds every state of ``rule``, in a form that ``states`` can hold.
 
@@ -106,26 +129,24 @@ def check_states(rule: Rule, states: str, param: Tensor, saved: dict[str, Any], 
         key = f"{name}_code" if coded else name
         for needed in (key, f"{name}_scale") if coded else (key,):
             if needed not in saved:
-                raise KeyError(
-                    f"{owner!r}: the state_dict has no {needed!r}, which {rule.name} needs"
-                )
+                raise KeyError(f"{owner!r}: its state has no {needed!r}, which {rule.name} needs")
         value = saved[key]
         if value.shape != param.shape:
             raise ValueError(
-                f"{owner!r}: {key} has shape {tuple(value.shape)} in the state_dict, "
+                f"{owner!r}: {key} has shape {tuple(value.shape)}, "
                 f"the parameter {tuple(param.shape)}"
             )
         if coded:
             scale, want = saved[f"{name}_scale"], _code_dtype(rule, name)
             if value.dtype != want or scale.dtype != torch.uint8:
                 raise ValueError(
-                    f"{owner!r}: {key} is {value.dtype} and {name}_scale {scale.dtype} in the "
-                    f"state_dict, not {want} and torch.uint8: codes must not be cast"
+                    f"{owner!r}: {key} is {value.dtype} and {name}_scale {scale.dtype}, "
+                    f"not {want} and torch.uint8: codes must not be cast"
                 )
             if scale.shape != scale_shape(value):
                 raise ValueError(
-                    f"{owner!r}: {name}_scale has shape {tuple(scale.shape)} in the state_dict, "
+                    f"{owner!r}: {name}_scale has shape {tuple(scale.shape)}, "
                     f"codes of this shape and layout have {scale_shape(value)}"
                 )
         elif states == "int8" and name in rule.nonnegative and bool((value < 0).any()):
-            raise ValueError(f"{owner!r}: {key} has negative values in the state_dict")
+            raise ValueError(f"{owner!r}: {key} has negative values")

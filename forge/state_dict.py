@@ -1,0 +1,93 @@
+"""Saving and loading an optimizer's state in the layout of the same rule's torch optimizer."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from forge.optim.clock import Clock
+from forge.optim.rules import Rule
+from forge.optim.states import check_states, convert_states, stored_names
+
+if TYPE_CHECKING:
+    from forge.optimizer import ForgeOptimizer
+
+
+def detached(optimizer: ForgeOptimizer, saved: dict[str, Any]) -> dict[str, Any]:
+    """``saved``, as torch's ``state_dict`` gives it, without what parameters share here."""
+    names = stored_names(optimizer.rule, optimizer.states)
+    saved["state"] = {
+        key: {k: v if k in names else v.clone() for k, v in state.items()}
+        for key, state in saved["state"].items()
+    }
+    saved["param_groups"] = [{**optimizer.fixed, **group} for group in saved["param_groups"]]
+    return saved
+
+
+@torch.no_grad()
+def load(optimizer: ForgeOptimizer, state_dict: dict[str, Any]) -> None:
+    """Take over settings and states of ``state_dict``. Errors as of ``load_state_dict``."""
+    loaded = _read(optimizer, state_dict)
+    for mine, theirs in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
+        # In place: schedulers and clocks hold these dicts.
+        settings = {k: v for k, v in theirs.items() if k not in ("params", "param_names")}
+        mine.update(copy.deepcopy(settings))
+    optimizer._queue.discard()
+    optimizer.state.clear()
+    optimizer._clocks, optimizer._seen = [], []
+    rule = optimizer.rule
+    clocks: dict[tuple, Clock] = {}
+    for slot in optimizer._slots:
+        param, state = slot.param, loaded.get(id(slot.param))
+        steps = float(state["step"]) if state else 0.0
+        carried = [float(state[name]) for name in rule.carried] if state else []
+        slot.clock = optimizer._clock_at(clocks, slot, steps, carried)
+        slot.updated, slot.target, slot.factors = False, None, []
+        if state:
+            states = convert_states(rule, optimizer.states, param, state)
+            optimizer.state[param] = {**slot.clock.counts(), **states}
+
+
+def _read(optimizer: ForgeOptimizer, state_dict: dict[str, Any]) -> dict[int, dict[str, Any]]:
+    """The states in ``state_dict`` by parameter id, checked; changes nothing.
+
+    Parameters that no step has updated are left out.
+    """
+    groups = state_dict["param_groups"]
+    if len(groups) != len(optimizer.param_groups):
+        raise ValueError(
+            f"state_dict has {len(groups)} param groups, the optimizer "
+            f"{len(optimizer.param_groups)}"
+        )
+    loaded: dict[int, dict[str, Any]] = {}
+    names = {id(slot.param): slot.name for slot in optimizer._slots}
+    for i, (mine, theirs) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
+        if len(mine["params"]) != len(theirs["params"]):
+            raise ValueError(
+                f"param group {i}: state_dict has {len(theirs['params'])} parameters, "
+                f"the optimizer {len(mine['params'])}"
+            )
+        optimizer._check_group(i, theirs)
+        for param, key in zip(mine["params"], theirs["params"], strict=True):
+            name = names[id(param)]
+            state = _read_state(state_dict["state"].get(key, {}), name, optimizer.rule)
+            if state:
+                check_states(optimizer.rule, optimizer.states, param, state, name)
+                loaded[id(param)] = state
+    return loaded
+
+
+def _read_state(state: dict[str, Any], name: str, rule: Rule) -> dict[str, Any] | None:
+    """A parameter's part of a state_dict; None when no step has updated it."""
+    if not rule.counted:
+        state = {key: value for key, value in state.items() if value is not None}
+        state = state and {"step": 1.0, **state}
+    if not state:
+        return None
+    for key in ("step", *rule.carried):
+        if key not in state:
+            raise KeyError(f"{name!r}: the state_dict has no {key!r}, which {rule.name} needs")
+    # torch's Adagrad saves what its states start with. Here they start at zero.
+    return state if float(state["step"]) > 0 else None
