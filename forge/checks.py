@@ -61,6 +61,21 @@ def check_parameter(param: Tensor, name: str, attached: bool = False) -> None:
         raise ValueError(f"{name!r} is not dense in memory: pass param.contiguous()")
 
 
+def check_update(update: str, max_grad_norm: float | None, on_nonfinite: str) -> None:
+    """Raise ValueError when these settings do not exist or do not go together."""
+    if update not in ("backward", "step"):
+        raise ValueError(f"update={update!r}: choose one of backward, step")
+    if on_nonfinite not in ("propagate", "skip", "raise"):
+        raise ValueError(f"on_nonfinite={on_nonfinite!r}: choose one of propagate, skip, raise")
+    if max_grad_norm is not None and not max_grad_norm > 0:
+        raise ValueError(f"max_grad_norm={max_grad_norm}: must be positive, or None not to clip")
+    if update == "backward" and (max_grad_norm is not None or on_nonfinite != "propagate"):
+        name = "max_grad_norm" if max_grad_norm is not None else "on_nonfinite"
+        raise ValueError(
+            f"{name}= needs all gradients before the first update: use update='step' with it"
+        )
+
+
 def check_hyper(settings: dict[str, Any]) -> None:
     """Raise ValueError, in torch's words, when a hyperparameter is out of range.
 

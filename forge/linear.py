@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.autograd.graph import get_gradient_edge
 
+from forge.deferred import AppliedGradient, DeferredGradient
+
 # Inputs x [..., K] and output gradients dy [..., N] whose products dy^T x add up to a gradient, and
 # the sum of their versions.
 Factors = list[tuple[Tensor, Tensor, int]]
@@ -47,7 +49,9 @@ class Slot:
         self.stream: int | None = None
         self.node: Any = None
         self.factors: Factors = []
+        self.deferred = False
         self._hook: Any = None
+        self._applied: Any = None
         self.task = -1
         key = id(param)
         _SLOTS[key] = weakref.ref(self, lambda _: _SLOTS.pop(key, None))
@@ -119,13 +123,30 @@ class Slot:
         except RuntimeError:
             return False  # torch.autograd.grad asks for this very weight
         task = torch._C._current_graph_task_id()
-        if task != self.task:
+        if task != self.task and not self.deferred:
             # What an earlier backward left behind was abandoned by an exception.
             self.factors, self.task = [], task
         if dy.is_cuda:
             self.stream = torch._C._cuda_getCurrentRawStream(dy.get_device())
         self.factors.append((x, dy, x._version + dy._version))
         return True
+
+    def applied(self) -> AppliedGradient:
+        """What stands in ``param.grad`` from the update to the end of the step."""
+        if self._applied is None or not self._applied.fits():
+            self._applied = AppliedGradient(self)
+        return self._applied
+
+    def take(self, grad: DeferredGradient) -> Tensor | None:
+        """What to update from: None for the factors alone, scaled, else a dense gradient."""
+        if grad.dense is not None or not self.factors:
+            dense = grad.form()
+            grad.clear()
+            return dense
+        if grad.scale is not None:
+            scaled = [(x, (dy * grad.scale).to(dy.dtype)) for x, dy, _ in self.factors]
+            self.factors = [(x, dy, x._version + dy._version) for x, dy in scaled]
+        return None
 
 
 def slot_of(param: Tensor | None) -> Slot | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import weakref
 from collections import defaultdict
@@ -17,6 +18,7 @@ from forge.checks import (
     check_hyper,
     check_not_distributed,
     check_parameter,
+    check_update,
     named_like,
     read_count,
     refuse_edited,
@@ -26,7 +28,7 @@ from forge.linear import Slot, fuse_linears, unfuse_linears
 from forge.optim.clock import Clock
 from forge.optim.rules import Rule
 from forge.optim.states import FORMATS, check_format, check_stored, stored_names
-from forge.queue import UpdateQueue
+from forge.queue import UpdateQueue, check_single_process
 from forge.state_dict import detached, load
 
 
@@ -38,6 +40,9 @@ class Options(TypedDict, total=False):
     rounding: str
     seed: int
     path: str
+    update: str
+    max_grad_norm: float | None
+    on_nonfinite: str
 
 
 class ForgeOptimizer(torch.optim.Optimizer):
@@ -69,6 +74,17 @@ class ForgeOptimizer(torch.optim.Optimizer):
         path: how weight gradient and update are computed: ``"auto"`` (by token count and shape,
             as measured), ``"tiles"``, ``"scratch"`` or ``"hopper"``; see
             :mod:`forge.kernels.wgrad_auto`.
+        update: ``"backward"``: weights change during ``loss.backward()``. ``"step"``: backward
+            keeps each fused layer's input and output gradient, ``tokens * (N + K)`` elements a
+            weight [N, K] and micro-batch, and ``step()`` forms each weight gradient and applies
+            it. Then gradients accumulate over several backwards, can be clipped by norm
+            (``torch.nn.utils.clip_grad_norm_`` works, too), unscaled, read and discarded;
+            ``step()`` uses them up.
+        max_grad_norm: with ``update="step"``, ``step()`` clips the norm of all gradients together
+            to this, as ``clip_grad_norm_`` does. The norm before is in ``optimizer.grad_norm``.
+        on_nonfinite: what ``step()`` does when that norm is NaN or infinite: ``"propagate"`` (as
+            torch does: it goes into the weights), ``"skip"`` (the gradients are discarded, nothing
+            else changes) or ``"raise"``; these two need ``update="step"`` and wait for the GPU.
 
     Raises:
         ValueError: a hyperparameter out of range; a parameter held by another such optimizer;
@@ -92,8 +108,12 @@ class ForgeOptimizer(torch.optim.Optimizer):
         rounding: str = "stochastic",
         seed: int = 0,
         path: str = "auto",
+        update: str = "backward",
+        max_grad_norm: float | None = None,
+        on_nonfinite: str = "propagate",
     ) -> None:
         check_format(states, rounding)
+        check_update(update, max_grad_norm, on_nonfinite)
         check_hyper(defaults)
         check_not_distributed(model if model is not None else params)
         if isinstance(params, nn.Module):
@@ -106,6 +126,10 @@ class ForgeOptimizer(torch.optim.Optimizer):
             raise TypeError(f"seed={seed!r}: must be an integer") from None
         if not -(2**31) <= seed < 2**31:
             raise ValueError(f"seed={seed}: must fit in 32 bits")
+        self.update = update
+        self.max_grad_norm = max_grad_norm
+        self.on_nonfinite = on_nonfinite
+        self.grad_norm: Tensor | None = None
         self.states = states
         self.rounding = rounding
         self.seed = seed
@@ -124,6 +148,7 @@ class ForgeOptimizer(torch.optim.Optimizer):
         self._state: defaultdict[Tensor, Any] = defaultdict(dict)
         stochastic = rounding == "stochastic"
         self._queue = UpdateQueue(self.rule, states, stochastic, path, self._state)
+        self._queue.deferred = update == "step"
         super().__init__(params, defaults)
         self.state = self._state
         try:
@@ -170,6 +195,7 @@ class ForgeOptimizer(torch.optim.Optimizer):
             if clock is None:
                 clock = clocks[param.device] = Clock(self.rule, group, param.device, self.seed)
             slot = Slot(param, name, self._salt, clock, self)
+            slot.deferred = self._queue.deferred
             # Every element has a number of its own, up to 2^32 of them; in 256s, so that the low
             # byte is the column of a tile. As a signed 32-bit number.
             salt = self._salt + -(-param.numel() // 256) * 256
@@ -213,6 +239,9 @@ class ForgeOptimizer(torch.optim.Optimizer):
                 loss = closure()
         if not any(clock.running for clock in self._clocks):
             self.check_unedited()  # no backward did
+        if self._queue.deferred and not self._clip():
+            self.zero_grad()
+            return loss
         for slot in self._slots:
             grad = slot.param.grad
             if grad is not None and not slot.updated:
@@ -226,7 +255,8 @@ class ForgeOptimizer(torch.optim.Optimizer):
         for clock in self._clocks:
             clock.running = False
         for slot in self._slots:
-            slot.updated = False
+            if slot.updated:
+                slot.updated, slot.param.grad = False, None
         if late:
             raise RuntimeError(
                 "a param group's hyperparameters were changed between backward() and step(): the "
@@ -234,22 +264,45 @@ class ForgeOptimizer(torch.optim.Optimizer):
             )
         return loss
 
+    def _clip(self) -> bool:
+        """Clip the gradients of this step; False when they are to be skipped."""
+        check_single_process()
+        params = [slot.param for slot in self._slots if slot.param.grad is not None]
+        if self.max_grad_norm is not None:
+            self.grad_norm = torch.nn.utils.clip_grad_norm_(params, self.max_grad_norm)
+        if self.on_nonfinite == "propagate":
+            return True
+        if self.max_grad_norm is None:
+            grads = [param.grad for param in params if param.grad is not None]
+            self.grad_norm = torch.nn.utils.get_total_norm(grads)
+        assert self.grad_norm is not None
+        norm = float(self.grad_norm)
+        if self.on_nonfinite == "raise" and not math.isfinite(norm):
+            raise RuntimeError(
+                f"the norm of the gradients is {norm}; nothing was updated. zero_grad() discards "
+                "them; on_nonfinite='skip' does so by itself"
+            )
+        return math.isfinite(norm)
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in ``torch.optim.Optimizer``: discards gradients.
 
         Raises:
-            ValueError: ``set_to_none=False``, which asks for gradients of zeros.
+            ValueError: ``set_to_none=False`` with ``update="backward"``: there are no gradients
+                that could be filled with zeros.
             RuntimeError: gradients of this step have been applied already, and cannot be discarded.
         """
-        if not set_to_none:
+        if not set_to_none and not self._queue.deferred:
             raise ValueError(
                 "set_to_none=False: gradients are not kept, so there is none to fill with zeros; "
-                "use zero_grad()"
+                "use zero_grad(), or build the optimizer with update='step'"
             )
         self._queue.discard()
         applied = [slot for slot in self._slots if slot.updated]
         for slot in self._slots:
             slot.factors = []
+            if slot.updated:
+                slot.param.grad = None
         super().zero_grad(set_to_none)
         if applied:
             raise RuntimeError(
@@ -407,9 +460,11 @@ class ForgeOptimizer(torch.optim.Optimizer):
     @property
     def _step_supports_amp_scaling(self) -> bool:
         # torch.amp.GradScaler.step asks, and would go on to an assertion that explains nothing.
+        if self._queue.deferred:
+            return False
         raise NotImplementedError(
             "GradScaler: the weights were updated inside backward, with scaled gradients; use "
-            "torch.autocast with bfloat16, which needs no scaler, or torch.optim.AdamW"
+            "torch.autocast with bfloat16, which needs no scaler, or update='step'"
         )
 
     def __getstate__(self) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from forge.deferred import DeferredGradient, refuse_second_backward
 from forge.kernels.apply_rule import apply_rule
 from forge.kernels.target import Target
 from forge.kernels.wgrad_auto import wgrad_update_auto
@@ -63,6 +64,7 @@ class UpdateQueue:
         self.stochastic = stochastic
         self.path = path
         self.captured = False  # whether a CUDA graph is to replay the launches
+        self.deferred = False  # whether updates wait for step()
         self.state = state
         self._fused = _Waiting()  # weights whose gradient is a product of factors
         self._plain = _Waiting()  # parameters whose gradient exists
@@ -73,6 +75,9 @@ class UpdateQueue:
     def complete(self, slot: Slot) -> None:
         """Called by the autograd engine when a backward has completed the gradient of ``slot``."""
         # Runs for every parameter of every backward, on the host that an eager step waits for.
+        if self.deferred:
+            self._defer(slot)
+            return
         task = torch._C._current_graph_task_id()
         if slot.factors and slot.task != task or not slot.param.requires_grad:
             slot.factors = []  # of a backward that failed, or frozen since the forward pass
@@ -89,12 +94,28 @@ class UpdateQueue:
                     owner.check_unedited()
             self._task = task
             torch.autograd.Variable._execution_engine.queue_callback(self.flush)
-        waiting = self.push(slot, grad)
-        if waiting.bytes > QUEUE_BYTES:
-            self._launch(waiting)
+        self.push(slot, grad)
 
-    def push(self, slot: Slot, grad: Tensor | None) -> _Waiting:
+    def _defer(self, slot: Slot) -> None:
+        """Let what backward has collected for ``slot`` wait for ``step()``."""
+        if not slot.param.requires_grad:
+            slot.factors = []
+        if not slot.factors:
+            return
+        if torch.is_grad_enabled():
+            self._refuse(slot)
+        grad = slot.param.grad
+        if grad is None:
+            slot.param.grad = DeferredGradient(slot)
+        elif not isinstance(grad, DeferredGradient):
+            with torch.no_grad():
+                factors, slot.factors = slot.factors, []
+                _add(grad, factors)
+
+    def push(self, slot: Slot, grad: Tensor | None) -> None:
         """Queue the update of ``slot`` from what it has collected and from its ``grad``."""
+        if isinstance(grad, DeferredGradient):
+            grad = slot.take(grad)
         factors, slot.factors = slot.factors, []
         if grad is None:
             waiting = self._fused
@@ -107,16 +128,18 @@ class UpdateQueue:
                 )
             waiting = self._plain
             waiting.bytes += grad.nbytes
-            slot.param.grad = None
+        # Whoever still asks for it, to clip it, must not find that there is none.
+        slot.param.grad = None if self.deferred else slot.applied()
         slot.updated = True
         waiting.entries.append((slot, factors, grad))
-        return waiting
+        if waiting.bytes > QUEUE_BYTES:
+            self._launch(waiting)
 
     def discard(self) -> None:
         """Forget every update that is queued: their parameters have not been touched."""
         for waiting in (self._fused, self._plain):
             for slot, _, _ in waiting.entries:
-                slot.updated = False
+                slot.updated, slot.param.grad = False, None
             waiting.entries, waiting.bytes = [], 0
 
     def queued(self) -> list[Slot]:
@@ -208,12 +231,7 @@ class UpdateQueue:
                 "queued: discard it with optimizer.zero_grad() (optimizer.step() would apply it)"
             )
         if slot.updated:
-            raise RuntimeError(
-                f"second backward before step(): {slot.name!r} was already updated in this step. "
-                "Call optimizer.step() after every backward; to accumulate, put the micro-batches "
-                "into one batch, or use torch.optim.AdamW. (A weight used in several reentrant "
-                "checkpoints counts too: use checkpoint(use_reentrant=False).)"
-            )
+            refuse_second_backward(slot.name)
         raise RuntimeError(
             f"create_graph=True: {slot.name!r} is updated inside backward, which cannot be "
             "differentiated; use torch.optim.AdamW"

@@ -70,6 +70,11 @@ class TrainStep:
         self.model = model
         self.optimizer = optimizer
         self.graph = device.type == "cuda" if graph is None else graph
+        if self.graph and optimizer.on_nonfinite != "propagate":
+            raise ValueError(
+                f"on_nonfinite={optimizer.on_nonfinite!r} looks at every step's norm on the host, "
+                "which a graph cannot: use graph=False, or on_nonfinite='propagate'"
+            )
         self.max_graphs = max_graphs
         self._device = device
         self._graphs: dict[Hashable, _Graph | None] = {}  # None: the shape has run eagerly once

@@ -102,7 +102,7 @@ def _check_capturable(model: nn.Module, spec: OptimizerSpec, hyper: Hyper, execu
         )
 
 
-@dataclass(frozen=True)
+@dataclass
 class GraphStep:
     """A captured training step. Call it with a batch of the captured shapes.
 
@@ -162,14 +162,22 @@ def _shapes(batch: Batch) -> dict[str, tuple[int, ...]]:
 
 
 def _capture_forge(model: nn.Module, optimizer: ForgeOptimizer, example: Batch) -> GraphStep:
+    """Its first call runs eagerly, as :class:`TrainStep` does, the second captures."""
     device = next(model.parameters()).device
     train_step = TrainStep(model, optimizer)
-    with restored(model, optimizer):
-        train_step(**example)
-    torch.cuda.reset_peak_memory_stats(device)
-    train_step.capture(**example)
-    peak = torch.cuda.max_memory_allocated(device)
-    return GraphStep(lambda batch: train_step(**batch), _shapes(example), peak)
+    calls = 0
+
+    def replay(batch: Batch) -> Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            torch.cuda.reset_peak_memory_stats(device)
+            train_step.capture(**batch)
+            step.peak_bytes = torch.cuda.max_memory_allocated(device)
+        return train_step(**batch)
+
+    step = GraphStep(replay, _shapes(example), peak_bytes=0)
+    return step
 
 
 def _recover(stream: torch.cuda.Stream) -> None:

@@ -114,8 +114,9 @@ class GradientMeter:
             self.hook = optimizer.register_step_pre_hook(self._look)
 
     def _look(self, *_: Any) -> None:
-        held = (p.grad.nbytes for p in self.parameters if p.grad is not None)
-        self.most = max(self.most, sum(held))
+        grads = [p.grad for p in self.parameters if p.grad is not None]
+        held = sum(plain.nbytes for grad in grads for plain in plain_tensors(grad))
+        self.most = max(self.most, held)
 
     def stop(self) -> int | None:
         """The bytes, or ``None`` for something that is no :class:`torch.optim.Optimizer`."""
