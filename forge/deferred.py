@@ -43,11 +43,6 @@ class _Standin(torch.Tensor):
     def __repr__(self) -> str:  # type: ignore[override]
         return f"{type(self).__name__}({self.slot.name!r}, {tuple(self.shape)})"
 
-    def fits(self) -> bool:
-        """Whether the parameter is still what this was made for."""
-        p = self.slot.param
-        return p.shape == self.shape and p.dtype == self.dtype and p.device == self.device
-
 
 class AppliedGradient(_Standin):
     """The gradient of a parameter that was updated inside backward: gone."""

@@ -131,11 +131,14 @@ class Slot:
         self.factors.append((x, dy, x._version + dy._version))
         return True
 
-    def applied(self) -> AppliedGradient:
-        """What stands in ``param.grad`` from the update to the end of the step."""
-        if self._applied is None or not self._applied.fits():
-            self._applied = AppliedGradient(self)
-        return self._applied
+    def mark_applied(self) -> None:
+        """Let ``param.grad`` say, until the end of the step, that it was applied."""
+        try:
+            self.param.grad = self._applied
+        except (RuntimeError, TypeError):
+            self._applied = None  # made for another dtype or device
+        if self._applied is None:
+            self.param.grad = self._applied = AppliedGradient(self)
 
     def take(self, grad: DeferredGradient) -> Tensor | None:
         """What to update from: None for the factors alone, scaled, else a dense gradient."""

@@ -129,7 +129,10 @@ class UpdateQueue:
             waiting = self._plain
             waiting.bytes += grad.nbytes
         # Whoever still asks for it, to clip it, must not find that there is none.
-        slot.param.grad = None if self.deferred else slot.applied()
+        if self.deferred:
+            slot.param.grad = None
+        else:
+            slot.mark_applied()
         slot.updated = True
         waiting.entries.append((slot, factors, grad))
         if waiting.bytes > QUEUE_BYTES:

@@ -243,3 +243,14 @@ def test_captured_clipping_follows_the_eager_one():
         losses = [step(ids=ids.cuda()).item() for step in steps]
         assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     assert_same(ours, other, 5)
+
+
+def test_the_sign_of_an_applied_gradient_follows_the_parameter():
+    net = nn.Linear(3, 3)
+    optimizer = ForgeAdamW(net, lr=LR)
+    for dtype in (torch.float32, torch.bfloat16, torch.float32):
+        net.to(dtype)
+        net(torch.ones(2, 3, dtype=dtype)).sum().backward()
+        assert net.weight.grad.dtype == dtype
+        optimizer.step()
+        assert net.weight.grad is None
