@@ -115,6 +115,24 @@ def _wrong_sign(model, optimizer):
     return update
 
 
+def _noise(model, optimizer):
+    def update():
+        for p in model.parameters():
+            p.grad = torch.randn_like(p.grad)
+        optimizer.step()
+
+    return update
+
+
+def _drowned(model, optimizer):
+    def update():
+        for p in model.parameters():
+            p.grad += 10 * p.grad.square().mean().sqrt() * torch.randn_like(p.grad)
+        optimizer.step()
+
+    return update
+
+
 def _explodes(model, optimizer):
     def update():
         optimizer.step()
@@ -139,6 +157,12 @@ def _explodes(model, optimizer):
 def test_broken_methods_fail(reference, broken, reason):
     reasons = checks.judge(trajectory(broken), reference, exact=True)
     assert any(reason in text for text in reasons), reasons
+
+
+@pytest.mark.parametrize("broken", [_noise, _drowned])
+def test_a_method_that_ignores_its_gradients_is_no_lossy_method(reference, broken):
+    reasons = checks.judge(trajectory(broken), reference, exact=False)
+    assert any("loss fell by" in text for text in reasons), reasons
 
 
 @pytest.mark.parametrize("broken", [_nothing, _no_decay, _one_frozen, _wrong_sign, _explodes])

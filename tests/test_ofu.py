@@ -209,7 +209,10 @@ def test_columns_without_gpm_or_of_an_uncounted_model(monkeypatch):
     from transformers import MambaConfig
 
     fields, missing = columns(monkeypatch, FakeNvml(gpm=0), MambaConfig())
-    assert "no MFU: model_type 'mamba'" in missing[0] and "GPM: not supported" in missing[1]
+    assert (
+        "no MFU: ValueError: model_type 'mamba'" in missing[0]
+        and "GPM: not supported" in missing[1]
+    )
     assert "mfu_pct" not in fields and "ofu_adjusted_pct" not in fields
     assert fields["ofu_pct"] is None and fields["energy_j"] > 0
 
