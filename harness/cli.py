@@ -111,7 +111,7 @@ def _refuse_empty(arguments: list[str]) -> None:
     # It would mean the current folder, or nothing at all.
     for before, argument in zip(["", *arguments], arguments, strict=False):
         if not argument or (argument.startswith("--") and argument.endswith("=")):
-            raise typer.BadParameter(f"{argument[:-1] or before}: empty, give a value")
+            raise USAGE_ERROR(f"{argument[:-1] or before}: empty, give a value")
 
 
 @app.command("run")
