@@ -129,7 +129,8 @@ def run(
     batch: Annotated[int, typer.Option(min=1)] = 1,
     seq: Annotated[int | None, typer.Option(min=2, help="default: 512, 128 on a CPU")] = None,
     steps: Annotated[
-        int | None, typer.Option(min=1, help="timed steps (default: by the speed of the row)")
+        int | None,
+        typer.Option(min=1, help="timed steps (default: 200, 20 if slow, 5 on a CPU)"),
     ] = None,
     warmup: Annotated[
         int | None, typer.Option(min=1, help="untimed steps (default: 20, 2 on a CPU)")

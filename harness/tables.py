@@ -12,6 +12,7 @@ import pandas as pd
 from rich.markup import escape
 from rich.table import Table
 
+from forge.harness.leaderboard import ONE_PASS
 from forge.optim.spec import OptimizerSpec
 
 # What a measured row must share with a published one to stand beside it.
@@ -157,8 +158,12 @@ def markdown(frame: pd.DataFrame, run_id: str) -> str:
         f"one {first['hardware']}, torch {first['torch']}, {first['date']}, commit "
         f"{first['commit']}"
     )
+    single = rows["notes"].fillna("").str.split("; ").map(lambda notes: ONE_PASS in notes).any()
+    caution = (
+        f" How far another pass is from `{ONE_PASS}` is not known: close ranks are not certain."
+    )
     lines = [
-        f"{cell(what)} (run `{cell(run_id.replace('`', ' '))}`).",
+        f"{cell(what)} (run `{cell(run_id.replace('`', ' '))}`).{caution if single else ''}",
         "",
         "| rank | method | states | model kernels | execution | ms / step | p20 to p80 | peak GiB "
         "| state B/param | tokens/s | published ms / GiB | notes |",

@@ -310,8 +310,8 @@ def test_a_row_of_one_pass_among_rows_of_several_says_so(tmp_path, published):
     save(tmp_path / "runs", make_record(row="one", notes="why", latency_ms=2.9))
     frame, _ = regenerate(tmp_path, published)
     first, second = frame["notes"][:2]
-    assert first.startswith("why; 1 pass: ") and second.startswith("2 passes: ")
-    assert "its rank is not certain" in tables.markdown(frame, "2026-01-02_run")
+    assert first == "1 pass; why" and second.startswith("2 passes: ")
+    assert "How far another pass is from `1 pass`" in tables.markdown(frame, "2026-01-02_run")
 
 
 def test_a_line_written_twice_is_no_second_pass(tmp_path, published):
