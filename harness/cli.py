@@ -241,7 +241,10 @@ def _create(out: Path, settings: Settings, rows: list[Row]) -> tuple[Path, Setti
     settings = replace(
         settings, run_id=folder.name, model_name=name, rows=[asdict(row) for row in rows]
     )
-    save_settings(folder, settings)
+    try:
+        save_settings(folder, settings)
+    except OSError as error:
+        raise OSError(f"--out {folder}: {error}") from error
     return folder, settings
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
 import re
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Generator, Sequence
@@ -28,6 +30,8 @@ from forge.optim.registry import find
 SETTINGS_FILE, LOG_FILE = "run.json", "log.txt"
 # Of any count, and of seconds: longer than select() waits.
 MOST = 10**9
+# Bytes that a worker needs for its result and output.
+ROOM = 2**20
 # Versions that rows of one run must share.
 SAME = ("torch", "triton", "transformers", "liger_kernel")
 
@@ -286,12 +290,16 @@ class _Session:
         )
         with _log(self.run.folder) as log:
             log.write(f"{_now()} === {row.id if row else 'fp32 reference'}\n{output}")
-        if not result_path.exists():
-            return Result("failed", f"worker {ending}: {_last_line(output)}"[:300])
         try:
             return Result(**json.loads(result_path.read_text(encoding="utf-8")))
+        except FileNotFoundError:
+            reason = f"worker {ending}: {_last_line(output)}"
         except (ValueError, TypeError) as error:
-            return Result("failed", f"worker {ending}, its result cannot be read: {error}"[:300])
+            reason = f"worker {ending}, its result cannot be read: {error}"
+        # No row's fault, and a row that failed would not be measured again.
+        if shutil.disk_usage(self.scratch).free < ROOM:
+            raise OSError(errno.ENOSPC, "No space left on device", str(self.scratch))
+        return Result("failed", reason[:300])
 
     def _make(self, order: int, repeat: int, row: Row, result: Result) -> Record:
         s, spec = self.run.settings, row.spec

@@ -14,7 +14,7 @@ import numpy as np
 import psutil
 import pytest
 
-from forge.harness import environment, records
+from forge.harness import environment, records, runner
 from forge.harness.processes import Workers
 from forge.harness.rows import VARIANTS, select_rows
 from forge.harness.runner import Run, Settings, batches_of, load_settings, new_folder, save_settings
@@ -130,6 +130,13 @@ def test_a_result_that_was_not_written_whole_is_a_failed_row(tmp_path):
     patch += ".write('{\"sta'); os._exit(0)"
     (record,), _ = execute(tmp_path, ["adamw"], patch)
     assert record.status == "failed" and "its result cannot be read" in record.notes
+
+
+def test_a_full_scratch_folder_ends_the_run_and_is_no_rows_failure(tmp_path, monkeypatch):
+    monkeypatch.setattr(runner, "ROOM", 2**70)
+    with pytest.raises(OSError, match="No space left on device"):
+        execute(tmp_path, ["adamw"], "os._exit(1)")
+    assert records.load(tmp_path) == ([], [])
 
 
 def test_a_worker_writes_its_result_whole_or_not_at_all(tmp_path, monkeypatch):
