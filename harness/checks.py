@@ -1,10 +1,11 @@
 """The gate: a row is timed only after its method trained as fp32 AdamW does.
 
 The method takes :data:`GATE_STEPS` real steps on a fresh model with random weights, on the same
-batches as the reference. Each of these can fail on its own: the loss trajectory; that the loss
-falls; how far the weights moved; and how much they shrank towards zero (weight decay). The
-gate's rate and decay are far above a training recipe's so that all three stand clear of bf16
-rounding: a method that updates nothing, updates twice or ignores weight decay fails.
+batches as the reference. Four things are compared, each able to fail on its own: the loss
+trajectory; how far the loss fell; how far the weights moved; and how much they shrank towards zero
+(weight decay). The gate's rate and decay are far above a training recipe's so that all of them
+stand clear of bf16 rounding: a method that updates nothing, updates twice, ignores its gradients or
+weight decay fails.
 """
 
 from __future__ import annotations
@@ -33,22 +34,23 @@ class Tolerance:
     Attributes:
         loss: largest ``|loss - reference loss|`` at any step, as a share of how far the reference
             loss moved; None: not judged.
+        learned: smallest fall of the loss from the first step to the last, as a share of the
+            reference's. A loss that stays flat is within any gap that a lossy method needs.
         moved: largest factor between the distances that the weights moved.
         shrink: largest difference of the shrinkage towards zero, as a share of the reference's.
     """
 
     loss: float | None
+    learned: float
     moved: float
     shrink: float
 
 
-EXACT = Tolerance(loss=0.05, moved=1.25, shrink=0.25)
+EXACT = Tolerance(loss=0.05, learned=0.9, moved=1.25, shrink=0.25)
 # A lossy method takes steps of its own size (APOLLO at rank 256: 5 x AdamW's, so that its loss
-# overshoots on the way): only gross errors and a wrong decay can be told from the method.
-LOSSY = Tolerance(loss=None, moved=8.0, shrink=0.5)
-# The least that the loss must fall, as a share of the reference's fall. Lossy methods on
-# Qwen3-0.6B: 0.87 to 1.09; a method that ignores its gradients: 0.03.
-LEAST_FALL = 0.5
+# overshoots on the way): only gross errors and a wrong decay can be told from the method. On an H200 the losses of the lossy methods fell by
+# 0.87 to 1.09 of the reference's; with noise for gradients they hardly fall (0.04 on a CPU).
+LOSSY = Tolerance(loss=None, learned=0.5, moved=8.0, shrink=0.5)
 # bf16 vectors (norm weights near 1, ulp 0.004 to 0.008) round a step of 0.01 coarsely.
 VECTOR_SLACK = 2.0
 # What bf16 activations alone change in the loss.
@@ -153,11 +155,11 @@ def judge(
             f"loss is {gap:.3f} from {STATE_OF_TRUTH} (allowed {allowed:.3f}): "
             f"{_short(run.losses)} against {_short(reference.losses)}"
         )
-    fall, wanted = _fall(run), LEAST_FALL * _fall(reference)
-    if fall < wanted:
+    fell, needed = _fall(run), tolerance.learned * _fall(reference) - LOSS_FLOOR
+    if fell < needed:
         reasons.append(
-            f"loss fell by {fall:.3f}, of {STATE_OF_TRUTH} by {_fall(reference):.3f}: at least half"
-            " is asked of a method that trains"
+            f"loss fell by {fell:.3f}, must by {needed:.3f}: {_short(run.losses)} against "
+            f"{_short(reference.losses)}"
         )
     for kind, truth in reference.movement.items():
         reasons += _judge_movement(kind, run.movement.get(kind), truth, tolerance, adamw_decay)

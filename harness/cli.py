@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
+from contextlib import ExitStack, closing, redirect_stderr, redirect_stdout
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -29,11 +31,12 @@ from forge.harness import (
     tables,
 )
 from forge.harness.execution import EXECUTIONS
-from forge.harness.files import locked, write_atomically
+from forge.harness.files import Patient, locked, write_atomically
 from forge.harness.options import RESULTS
 from forge.harness.rows import KERNELS, Row
 from forge.harness.runner import (
     LOG_FILE,
+    MOST,
     Run,
     Settings,
     batches_of,
@@ -58,7 +61,7 @@ Examples:
 
 \b
 Exit codes:
-  0    done
+  0    done: every row ended in a status, which may be that it failed
   1    a gate failed (check), or the results could not be written
   2    bad input: one line says what to change, nothing was changed
   130  interrupted: what was measured is saved
@@ -75,21 +78,40 @@ app.command("roofline")(roofline.command)
 
 def main() -> None:
     """Entry point. Options without a subcommand mean ``run``."""
-    arguments = sys.argv[1:]
+    for stop in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(stop) == signal.SIG_DFL:  # nohup ignores SIGHUP
+            signal.signal(stop, signal.default_int_handler)
+    with redirect_stdout(Patient(sys.stdout)), redirect_stderr(Patient(sys.stderr)):
+        try:
+            sys.exit(_exit_code(sys.argv[1:]))
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+
+
+def _exit_code(arguments: list[str]) -> int:
     own = ("--help", "--install-completion", "--show-completion")
     if arguments and arguments[0] not in (*own, *(c.name for c in app.registered_commands)):
         arguments = ["run", *arguments]
     try:
-        sys.exit(app(arguments, prog_name="forge-bench", standalone_mode=False) or 0)
+        _refuse_empty(arguments)
+        return app(arguments, prog_name="forge-bench", standalone_mode=False) or 0
     except USAGE_ERROR as error:
         typer.echo(f"forge-bench: {error.format_message()}", err=True)
-        sys.exit(2)
+        return 2
     except OSError as error:
         typer.echo(f"forge-bench: {error}", err=True)
-        sys.exit(1)
+        return 1
     except (typer.Abort, KeyboardInterrupt):
         typer.echo("forge-bench: interrupted", err=True)
-        sys.exit(130)
+        return 130
+
+
+def _refuse_empty(arguments: list[str]) -> None:
+    # It would mean the current folder, or nothing at all.
+    for before, argument in zip(["", *arguments], arguments, strict=False):
+        if not argument or (argument.startswith("--") and argument.endswith("=")):
+            raise USAGE_ERROR(f"{argument[:-1] or before}: empty, give a value")
 
 
 @app.command("run")
@@ -107,7 +129,8 @@ def run(
     batch: Annotated[int, typer.Option(min=1)] = 1,
     seq: Annotated[int | None, typer.Option(min=2, help="default: 512, 128 on a CPU")] = None,
     steps: Annotated[
-        int | None, typer.Option(min=1, help="timed steps (default: by the speed of the row)")
+        int | None,
+        typer.Option(min=1, help="timed steps (default: 200, 20 if slow, 5 on a CPU)"),
     ] = None,
     warmup: Annotated[
         int | None, typer.Option(min=1, help="untimed steps (default: 20, 2 on a CPU)")
@@ -121,12 +144,14 @@ def run(
     data: Annotated[str, typer.Option(help="stdlib, random, or a text file or folder")] = "stdlib",
     device: Annotated[str | None, typer.Option(help="cuda or cpu (default: cuda if any)")] = None,
     out: Annotated[Path, typer.Option(help="where the run's folder is made")] = RESULTS / "runs",
-    seed: Annotated[int, typer.Option(help="weights, data and order of the rows")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=MOST, help="weights, data, order of the rows")
+    ] = 0,
     repeat: Annotated[int, typer.Option(min=1, help="interleaved passes over the rows")] = 1,
     repeat_only: Annotated[
         str, typer.Option(help="keys or row ids that passes after the first measure (default: all)")
     ] = "",
-    timeout: Annotated[float, typer.Option(min=1, help="seconds a row may take")] = 900.0,
+    timeout: Annotated[float, typer.Option(min=1, max=MOST, help="seconds a row may take")] = 900.0,
     resume: Annotated[
         Path | None, typer.Option(help="go on with an interrupted run (its folder)")
     ] = None,
@@ -149,7 +174,8 @@ def run(
         batches = options.checked(batches_of, settings)
     else:
         where = options.device(device)
-        settings = Settings(
+        settings = options.checked(
+            Settings,
             run_id="",
             model=options.model(model, weights, where),
             model_name="",
@@ -215,7 +241,10 @@ def _create(out: Path, settings: Settings, rows: list[Row]) -> tuple[Path, Setti
     settings = replace(
         settings, run_id=folder.name, model_name=name, rows=[asdict(row) for row in rows]
     )
-    save_settings(folder, settings)
+    try:
+        save_settings(folder, settings)
+    except OSError as error:
+        raise OSError(f"--out {folder}: {error}") from error
     return folder, settings
 
 
@@ -250,9 +279,10 @@ def _execute(
     say(f"run {folder}: {total} rows of {settings.model_name} on {settings.hardware}")
     names = [row.id for _, _, row in rows] + ["done"]
     try:
-        with progress:
+        with progress, ExitStack() as stack:
             task = progress.add_task(names[0], total=total, completed=done)
-            for record, following in zip(job.execute(rows), names[1:], strict=True):
+            executed = stack.enter_context(closing(job.execute(rows)))
+            for record, following in zip(executed, names[1:], strict=True):
                 done += 1
                 say(f"[{done}/{total}] {_outcome(record)}  {record.row}  {record.notes}".rstrip())
                 progress.update(task, completed=done, description=following)
@@ -293,7 +323,7 @@ def _report(
     )
     if settings.device == "cpu":
         title += "\nA CPU run: it shows that every part works and says nothing about a GPU."
-    console.print(tables.result_table(frame, title))
+    options.show_table(console, tables.result_table(frame, title), tables.SPARE)
     for line in tables.remarks(frame):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
@@ -314,7 +344,8 @@ def list_methods(
     if as_json:
         options.show_json([tables.method(spec, environment.package_version) for spec in specs])
     else:
-        options.console().print(tables.methods_table(specs, environment.package_version))
+        view = tables.methods_table(specs, environment.package_version)
+        options.show_table(options.console(), view)
 
 
 @app.command("leaderboard")

@@ -153,7 +153,7 @@ def command(
         rows = [asdict(c) for c in found]
         options.show_json({"a": a, "b": b, "rows": rows, "cautions": said})
         return
-    options.console().print(_table(found, f"B over A, A = {a}, B = {b}"))
+    options.show_table(options.console(), _table(found, f"B over A, A = {a}, B = {b}"))
     for line in said:
         typer.echo(f"caution: {line}")
 

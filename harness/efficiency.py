@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from forge.harness import hardware, ofu
+from forge.harness.environment import one_line
 from forge.harness.shapes import Shape, shape_of
 
 
@@ -100,8 +101,8 @@ def record_columns(
     try:
         fields["mfu_pct"] = mfu_pct(model_flops(config, batch, seq), latency_ms, name)
         share = step_tile_share(config, batch, seq)
-    except ValueError as error:
-        missing.append(f"no MFU: {error}")
+    except Exception as error:  # anybody's configuration, and the row is measured already
+        missing.append(f"no MFU: {one_line(error)}")
     if step is None:
         return fields, missing
 
@@ -111,7 +112,10 @@ def record_columns(
 
     gpu = hardware.find(name)
     top = gpu.tensor_clock_mhz if gpu else None
-    seen = asdict(ofu.observe(finished_step, ofu.device_uuid(), top))
+    try:
+        seen = asdict(ofu.observe(finished_step, ofu.device_uuid(), top))
+    except Exception as error:
+        return fields, [*missing, f"no OFU: {one_line(error)}"]
     missing += seen.pop("missing")
     del seen["steps"]
     if seen["ofu_pct"] is not None and share is not None:

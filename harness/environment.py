@@ -14,11 +14,17 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 
 
+def one_line(error: BaseException) -> str:
+    """Type and first line of ``error``, as a note of a record."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"[:300]
+
+
 def package_version(distribution: str) -> str:
     """Installed version, or an empty string."""
     try:
         return version(distribution)
-    except PackageNotFoundError:
+    except (PackageNotFoundError, ValueError):
         return ""
 
 
@@ -43,7 +49,7 @@ def cpu_name() -> str:
     """Model name of the processor."""
     info = Path("/proc/cpuinfo")
     if info.exists():
-        for line in info.read_text().splitlines():
+        for line in info.read_text(errors="replace").splitlines():
             if line.startswith("model name"):
                 return line.split(":", 1)[1].strip()
     return platform.processor() or platform.machine()

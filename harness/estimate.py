@@ -50,7 +50,9 @@ def command(
 ) -> None:
     """Predict the peak memory of every method on a Hopper GPU, in bf16; needs no GPU.
 
-    Example: forge-bench estimate qwen3-8b --seq 4096 --optimizers adamw-fused,forge-bf16
+    \b
+    Example:
+      forge-bench estimate qwen3-8b --seq 4096 --optimizers adamw-fused,forge-bf16
     """
     if kernels not in LOGIT_BYTES:
         options.refuse(f"--kernels: unknown {kernels!r}; valid: {', '.join(LOGIT_BYTES)}")
@@ -68,7 +70,7 @@ def command(
         print(json.dumps(work | dict(shape=asdict(shape), methods=rows), indent=1))
         return
     title = f"{name}, batch {batch}, sequence {seq}, bf16, {kernels}, {execution}: predicted GiB"
-    options.console().print(_table(rows, title))
+    options.show_table(options.console(), _table(rows, title))
 
 
 def _table(rows: list[dict[str, Any]], title: str) -> Table:

@@ -11,7 +11,7 @@ import typer
 
 from forge.harness import environment, options
 from forge.harness.records import Record
-from forge.harness.runner import Run, Settings, batches_of, save_settings
+from forge.harness.runner import MOST, Run, Settings, batches_of, save_settings
 from forge.harness.workloads import MODELS
 
 
@@ -26,8 +26,10 @@ def command(
     seq: Annotated[int, typer.Option(min=2)] = 128,
     data: Annotated[str, typer.Option(help="stdlib, random, or a text file or folder")] = "stdlib",
     device: Annotated[str | None, typer.Option(help="cuda or cpu (default: cuda if any)")] = None,
-    seed: Annotated[int, typer.Option(help="weights and data")] = 0,
-    timeout: Annotated[float, typer.Option(min=1, help="seconds a gate may take")] = 900.0,
+    seed: Annotated[int, typer.Option(min=0, max=MOST, help="weights and data")] = 0,
+    timeout: Annotated[
+        float, typer.Option(min=1, max=MOST, help="seconds a gate may take")
+    ] = 900.0,
     as_json: Annotated[bool, typer.Option("--json", help="as JSON on stdout")] = False,
 ) -> None:
     """Does a method train as AdamW with fp32 weights and states does? Runs its gate, no timing.
@@ -41,7 +43,8 @@ def command(
     """
     where = options.device(device)
     rows = options.rows(methods, where, kernels, execution, None)
-    settings = Settings(
+    settings = options.checked(
+        Settings,
         run_id="",
         model=options.model(model, None, where),
         model_name="",

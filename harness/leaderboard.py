@@ -20,6 +20,8 @@ COLUMNS = (
     "state_bytes_per_param, tokens_per_s, mfu_pct, ofu_pct, loss, gate, steps, torch, triton, "
     "date, commit, run_id, source_ref, notes"
 ).split(", ")
+# The note of a row of one pass in a run with rows of several.
+ONE_PASS = "1 pass"
 INTEGERS = ("gpu_count", "batch", "seq", "steps")
 # Significant digits: more would be noise.
 DIGITS = {
@@ -37,7 +39,8 @@ DIGITS = {
 
 def merge_repeats(found: Sequence[Record]) -> list[Record]:
     """One record a row of each run: the latency is the median of the passes' medians, percentiles
-    are of all their steps. The note of the row that tells the run's drift says so.
+    are of all their steps. The note of the row that tells the run's drift says so; so does that of
+    a row of one pass among rows of several.
 
     A row is ``ok`` only if every pass was; otherwise its first pass that was not stands for it.
     """
@@ -46,6 +49,8 @@ def merge_repeats(found: Sequence[Record]) -> list[Record]:
         told, drift = noise.witness(run), noise.drift_pct(run)
         for row, group in records.by_row(run).items():
             note = noise.drift_note(drift) if drift and told[0].row == row else ""
+            if told and len(group) == 1:
+                note = ONE_PASS
             pooled.append(_pool(group, note))
     return pooled
 
@@ -56,7 +61,7 @@ def _pool(group: list[Record], note: str) -> Record:
         return bad[0]
     first = group[0]
     if len(group) == 1:
-        return first
+        return replace(first, notes="; ".join(filter(None, [note, first.notes])))
     samples = [sample for record in group for sample in record.samples_ms]
     p20, _, p80 = timing.quantiles(samples)
     medians = noise.pass_medians(group)

@@ -140,7 +140,11 @@ def command(
 ) -> None:
     """Compare OFU with the achieved rate of 40 bf16 matrix products; needs a Hopper GPU or later.
 
-    Takes two minutes. Example: forge-bench ofu-sweep --out results/ofu_sweep.csv
+    Takes two minutes.
+
+    \b
+    Example:
+      forge-bench ofu-sweep --out results/ofu_sweep.csv
     """
     if not environment.gpus():
         options.refuse("ofu-sweep: no NVIDIA GPU here; OFU is read from the GPU's own counters")
@@ -162,7 +166,8 @@ def command(
     if as_json:
         print(json.dumps(dict(rows=rows, out=str(out), **summary), indent=1))
         return
-    console.print(_table(summary, f"{name}, bf16: OFU against the achieved share of the peak"))
+    title = f"{name}, bf16: OFU against the achieved share of the peak"
+    options.show_table(console, _table(summary, title))
     console.print(f"wrote {out}", highlight=False)
 
 

@@ -6,16 +6,18 @@ import importlib.util
 import json
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import typer
 from rich.console import Console
+from rich.table import Table
 
 from forge.harness import environment
 from forge.harness.execution import EXECUTIONS
 from forge.harness.rows import KERNELS, Row, select_rows
+from forge.harness.tables import fitted
 from forge.harness.workloads import ATTENTION, MODELS
 from forge.optim.registry import REGISTRY
 
@@ -35,6 +37,11 @@ def console(stderr: bool = False) -> Console:
     return terminal if terminal.is_terminal else Console(stderr=stderr, width=180)
 
 
+def show_table(terminal: Console, view: Table, spare: Sequence[str] = ()) -> None:
+    """Print ``view`` as :func:`forge.harness.tables.fitted` makes it fit the terminal."""
+    terminal.print(fitted(view, terminal.width, spare))
+
+
 def show_json(value: Any) -> None:
     """Print ``value``, and nothing else, on stdout."""
     print(json.dumps(value, indent=1, allow_nan=False))
@@ -46,10 +53,10 @@ def warn(messages: Iterable[str]) -> None:
         typer.echo(f"forge-bench: {message}", err=True)
 
 
-def checked(function: Any, *arguments: Any) -> Any:
-    """``function(*arguments)``; its ValueError is a refusal."""
+def checked(function: Any, *arguments: Any, **named: Any) -> Any:
+    """``function(*arguments, **named)``; its ValueError is a refusal."""
     try:
-        return function(*arguments)
+        return function(*arguments, **named)
     except ValueError as error:
         refuse(str(error))
 

@@ -18,6 +18,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+# For a server that has closed its end of the pipe to exit.
+GRACE_S = 5.0
 COMMAND = (sys.executable, "-m", "forge.harness.worker", "--serve")
 
 
@@ -54,7 +56,7 @@ class Workers:
         """Have a fresh worker do ``job``; its printed text goes to ``output``.
 
         Returns:
-            How it ended: ``exited with code 0``, ``killed by SIGKILL``, ``stopped after 900 s``.
+            How it ended: ``exited with code 0``, ``killed by SIGKILL``, ``stopped after 900 s`` ...
         """
         server = self._server()
         assert server.stdin is not None
@@ -71,13 +73,23 @@ class Workers:
             return f"stopped after {timeout_s:g} s"
         self._end_child()
         if not answer:
-            self._end_server()
-            output.write_text(self.log.read_text(errors="replace"))
-            return "could not start"
+            return self._lost(server, output)
         code = int(answer)
         if code < 0:
             return f"killed by {signal.Signals(-code).name}"
         return f"exited with code {code}"
+
+    def _lost(self, server: subprocess.Popen[bytes], output: Path) -> str:
+        try:
+            code = server.wait(GRACE_S)
+        except subprocess.TimeoutExpired:
+            code = 0
+        self._end_server()
+        if code < 0:  # nothing that was printed before is the reason
+            output.write_bytes(b"")
+            return f"lost, its server was killed by {signal.Signals(-code).name}"
+        output.write_bytes(self.log.read_bytes())
+        return "could not start"
 
     def _server(self) -> subprocess.Popen[bytes]:
         if self.server is None:
@@ -110,7 +122,8 @@ class Workers:
     def _end_server(self) -> None:
         if self.server is not None:
             _kill_session(self.server.pid)
-            self.server.wait()
+            with self.server:  # closes its pipes, and waits
+                pass
         self.server = None
 
 

@@ -136,7 +136,9 @@ def command(
 
     Writes profile.txt, parts.csv, kernels.csv and a Chrome trace into a new folder.
 
-    Example: forge-bench profile adamw-fused --kernels torch --execution compile+cuda_graph
+    \b
+    Example:
+      forge-bench profile adamw-fused --kernels torch --execution compile+cuda_graph
     """
     where = options.device(device)
     if method not in REGISTRY:
@@ -167,7 +169,7 @@ def command(
     title += f"{found.launches:,.0f} launches"
     if where == "cpu" and _gradients(row) != STORED:
         title += "\nThe update runs inside backward; on a CPU its operators count with the others."
-    with (folder / TABLE_FILE).open("w") as file:
+    with (folder / TABLE_FILE).open("w", encoding="utf-8", errors="backslashreplace") as file:
         _show(Console(file=file, width=180), title, rows, found, top)
     if as_json:
         report = dict(row=asdict(row), steps=steps, wall_ms=wall_ms, launches=found.launches)
@@ -195,11 +197,11 @@ def _folder(out: Path, row: Row, workload: str, name: str) -> Path:
 def write(folder: Path, rows: list[dict[str, Any]], steps: Steps) -> None:
     """Write ``parts.csv`` and ``kernels.csv``: everything is of one step."""
     columns = ["part", "ms", "share_pct", "pieces", "floor_ms", "gain_pct"]
-    with (folder / PARTS_FILE).open("w", newline="") as file:
+    with (folder / PARTS_FILE).open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, columns, lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
-    with (folder / KERNELS_FILE).open("w", newline="") as file:
+    with (folder / KERNELS_FILE).open("w", newline="", encoding="utf-8") as file:
         plain = csv.writer(file, lineterminator="\n")
         plain.writerow(["kernel", "part", "ms", "calls"])
         plain.writerows(steps.kernels())
@@ -215,8 +217,8 @@ def _as_json(rows: list[dict[str, Any]], steps: Steps, top: int, folder: Path) -
 
 def _show(console: Console, title: str, rows: list[dict[str, Any]], steps: Steps, top: int) -> None:
     console.print(title, highlight=False, soft_wrap=True)
-    console.print(_parts_table(rows))
-    console.print(_kernels_table(steps, top))
+    options.show_table(console, _parts_table(rows))
+    options.show_table(console, _kernels_table(steps, top))
 
 
 def _parts_table(rows: list[dict[str, Any]]) -> Table:

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, fields
+from functools import cache
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
@@ -93,10 +94,7 @@ class Record:
     def __post_init__(self) -> None:
         if self.status not in STATUSES:
             raise ValueError(f"status must be one of {', '.join(STATUSES)}, got {self.status!r}")
-        for name, kinds in _KINDS.items():
-            value = getattr(self, name)
-            if not _is(value, kinds):
-                raise TypeError(f"{name} must be {kinds[0].__name__}, got {value!r:.60}")
+        check_kinds(self)
         for name in ("samples_ms", "warmup_ms", "slow_steps"):
             if not all(_is(item, (int, float)) for item in getattr(self, name)):
                 raise TypeError(f"{name} must be numbers")
@@ -104,6 +102,23 @@ class Record:
             raise ValueError(f"{self.row}: a latency needs status ok and gate pass")
         if self.latency_ms is not None and self.latency_ms <= 0:
             raise ValueError(f"{self.row}: latency_ms must be positive, got {self.latency_ms}")
+
+
+def check_kinds(data: Any) -> None:
+    """Raise TypeError unless the fields of the dataclass ``data`` are of the kinds it declares.
+
+    What is JSON but not what was written must fail where it is read, not where it is used.
+    """
+    for name, kinds in _kinds_of(data.__class__).items():
+        value = getattr(data, name)
+        if not _is(value, kinds):
+            raise TypeError(f"{name} must be {kinds[0].__name__}, got {value!r:.60}")
+
+
+@cache
+def _kinds_of(kind: type) -> dict[str, tuple[type, ...]]:
+    hints = get_type_hints(kind).items()
+    return {name: _kinds(hint) for name, hint in hints if get_origin(hint) is not Literal}
 
 
 def _is(value: Any, kinds: tuple[type, ...]) -> bool:
@@ -114,10 +129,6 @@ def _kinds(hint: Any) -> tuple[type, ...]:
     options = get_args(hint) if isinstance(hint, UnionType) else (hint,)
     kinds = tuple(get_origin(option) or option for option in options)
     return (*kinds, int) if float in kinds else kinds
-
-
-# What a field accepts: a line that is JSON but no record must fail here, not where it is used.
-_KINDS = {name: _kinds(hint) for name, hint in get_type_hints(Record).items() if name != "status"}
 
 
 def append(folder: Path, record: Record) -> None:
@@ -142,7 +153,7 @@ def load(folder: Path) -> tuple[list[Record], list[str]]:
 
     Returns:
         The records, and one message for every line that could not be read (a run killed in the
-        middle of a write leaves one).
+        middle of a write leaves one) or has the row and pass of an earlier line.
     """
     path = folder / RECORDS_FILE
     records: list[Record] = []
@@ -150,12 +161,17 @@ def load(folder: Path) -> tuple[list[Record], list[str]]:
     if not path.exists():
         return records, damaged
     known = {f.name for f in fields(Record)}
+    seen: set[tuple[str, str, int]] = set()
     for number, line in enumerate(path.read_bytes().splitlines(), start=1):
         if not line.strip():
             continue
         try:
             raw = json.loads(line, parse_constant=_no_constant)
-            records.append(Record(**{k: v for k, v in raw.items() if k in known}))
+            record = Record(**{k: v for k, v in raw.items() if k in known})
+            if (record.run_id, record.row, record.repeat) in seen:
+                raise ValueError(f"pass {record.repeat + 1} of {record.row} is recorded above")
+            seen.add((record.run_id, record.row, record.repeat))
+            records.append(record)
         except (ValueError, TypeError, AttributeError) as error:
             damaged.append(f"{path}:{number}: unreadable record ignored ({error})")
     return records, damaged

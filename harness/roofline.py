@@ -145,7 +145,9 @@ def command(
 ) -> None:
     """Show the least time of every part of a training step on a GPU; needs no GPU.
 
-    Example: forge-bench roofline qwen3-0.6b --seq 4096 --hardware h100
+    \b
+    Example:
+      forge-bench roofline qwen3-0.6b --seq 4096 --hardware h100
     """
     if hardware not in HARDWARE:
         options.refuse(f"--hardware: unknown {hardware!r}; valid: {', '.join(HARDWARE)}")
@@ -162,7 +164,7 @@ def command(
         f"{name}, batch {batch}, sequence {seq}, bf16, {states} states, on {hardware}: "
         f"{gpu.gemm_tflops:.0f} TFLOP/s, {gpu.copy_tb_s:.2f} TB/s achievable"
     )
-    options.console().print(_table(found, title))
+    options.show_table(options.console(), _table(found, title))
 
 
 def _table(found: dict[str, Any], title: str) -> Table:

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
 import re
+import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 
-from forge.harness import data, records
+from forge.harness import data, environment, records
 from forge.harness.files import write_atomically
 from forge.harness.processes import COMMAND, Workers
 from forge.harness.records import Record
@@ -26,6 +28,12 @@ from forge.harness.workloads import MODELS
 from forge.optim.registry import find
 
 SETTINGS_FILE, LOG_FILE = "run.json", "log.txt"
+# Of any count, and of seconds: longer than select() waits.
+MOST = 10**9
+# Bytes that a worker needs for its result and output.
+ROOM = 2**20
+# Versions that rows of one run must share.
+SAME = ("torch", "triton", "transformers", "liger_kernel")
 
 
 @dataclass(frozen=True)
@@ -61,6 +69,14 @@ class Settings:
     timeout_s: float
     rows: list[dict[str, str]]
     drift_pct: float | None = None
+
+    def __post_init__(self) -> None:
+        records.check_kinds(self)
+        for name in ("batch", "seq", "warmup", "repeat", "timeout_s"):
+            if not 1 <= getattr(self, name) <= MOST:
+                raise ValueError(f"{name} must be 1 to {MOST}, got {getattr(self, name)}")
+        if self.model not in MODELS or self.device not in ("cpu", "cuda"):
+            raise ValueError(f"unknown model {self.model!r} or device {self.device!r}")
 
     def schedule(self) -> list[tuple[int, Row]]:
         """``(repeat, row)`` in the order of the run: every pass is shuffled anew by the seed."""
@@ -104,11 +120,13 @@ def load_settings(folder: Path) -> Settings:
     if not path.exists():
         raise ValueError(f"--resume {folder}: holds no {SETTINGS_FILE}, it is not a run's folder")
     try:
-        settings = Settings(**json.loads(path.read_text()))
-        keys = {row["key"] for row in settings.rows}
+        settings = Settings(**json.loads(path.read_text(encoding="utf-8")))
+        rows = [Row(**row) for row in settings.rows]
+        for row in rows:
+            records.check_kinds(row)
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"--resume {folder}: unreadable {SETTINGS_FILE} ({error})") from error
-    for key in sorted(keys):
+    for key in sorted({row.key for row in rows}):
         try:
             find(key)
         except ValueError as error:
@@ -129,14 +147,24 @@ def batches_of(settings: Settings) -> np.ndarray:
 
 def _vocabulary(weights: str) -> int:
     from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    )
 
     try:
-        return AutoConfig.from_pretrained(weights).vocab_size
+        config = AutoConfig.from_pretrained(weights)
+        kind, vocabulary = config.model_type, config.vocab_size
+        # Encoders have a causal head too, over attention that sees the tokens it predicts.
+        encoder = kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not config.is_decoder
+        if encoder or kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+            raise ValueError(f"a checkpoint of type {kind!r}")
     except (OSError, ValueError, AttributeError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ValueError(
             f"--weights {weights}: no causal language model there: {reason}"
         ) from error
+    return vocabulary
 
 
 @dataclass(frozen=True)
@@ -153,7 +181,7 @@ class Run:
 
     def log(self, text: str) -> None:
         """Append a line to ``log.txt``."""
-        with (self.folder / LOG_FILE).open("a") as file:
+        with _log(self.folder) as file:
             file.write(f"{_now()} {text}\n")
 
     @property
@@ -165,13 +193,16 @@ class Run:
     def mismatch(self, earlier: Sequence[Record]) -> str:
         """Why rows measured now would not compare with the ``earlier`` ones; empty if they do."""
         for record in earlier:
-            for what, then, now in (
-                ("hardware", record.hardware, self.settings.hardware),
-                ("torch", record.environment.get("torch"), self.environment["torch"]),
-                ("input", record.data, self.source),
-            ):
+            made = record.environment
+            pairs = {name: (made.get(name), self.environment[name]) for name in SAME}
+            pairs["hardware"] = record.hardware, self.settings.hardware
+            pairs["input"] = record.data, self.source
+            if made.get("rival_version"):
+                rival = find(record.key).distribution
+                pairs[rival] = made["rival_version"], environment.package_version(rival)
+            for what, (then, now) in pairs.items():
                 if then != now:
-                    return f"{what} was {then} and is {now}"
+                    return f"{what} was {then or 'not there'} and is {now or 'not there'}"
         return ""
 
     def remaining(self, earlier: Sequence[Record]) -> list[tuple[int, int, Row]]:
@@ -180,7 +211,7 @@ class Run:
         plan = enumerate(self.settings.schedule())
         return [(i, repeat, row) for i, (repeat, row) in plan if (repeat, row.id) not in done]
 
-    def execute(self, rows: Sequence[tuple[int, int, Row]]) -> Iterator[Record]:
+    def execute(self, rows: Sequence[tuple[int, int, Row]]) -> Generator[Record, None, None]:
         """Run ``rows``; yields each record after it is on disk."""
         s = self.settings
         self.log(f"{self.environment['command']} seed={s.seed} order={[r.id for _, _, r in rows]}")
@@ -225,7 +256,7 @@ class _Session:
             self.no_reference = f"gate: no fp32 reference ({result.status}: {result.notes})"
             return
         self.reference = self.scratch / "reference.json"
-        self.reference.write_text(json.dumps(result.fields["trajectory"]))
+        self.reference.write_text(json.dumps(result.fields["trajectory"]), encoding="utf-8")
 
     def _start(self, row: Row | None, gated: dict[str, Any] | None = None) -> Result:
         s = self.run.settings
@@ -249,15 +280,26 @@ class _Session:
         )
         job_path, result_path = self.scratch / "job.json", self.scratch / "result.json"
         result_path.unlink(missing_ok=True)
-        job_path.write_text(json.dumps(asdict(job)))
+        job_path.write_text(json.dumps(asdict(job)), encoding="utf-8")
         output_path = self.scratch / "output.txt"
         ending = self.workers.run(job_path, result_path, output_path, s.timeout_s)
-        output = output_path.read_text(errors="replace") if output_path.exists() else ""
-        with (self.run.folder / LOG_FILE).open("a") as log:
+        output = (
+            output_path.read_text(encoding="utf-8", errors="replace")
+            if output_path.exists()
+            else ""
+        )
+        with _log(self.run.folder) as log:
             log.write(f"{_now()} === {row.id if row else 'fp32 reference'}\n{output}")
-        if not result_path.exists():
-            return Result("failed", f"worker {ending}: {_last_line(output)}"[:300])
-        return Result(**json.loads(result_path.read_text()))
+        try:
+            return Result(**json.loads(result_path.read_text(encoding="utf-8")))
+        except FileNotFoundError:
+            reason = f"worker {ending}: {_last_line(output)}"
+        except (ValueError, TypeError) as error:
+            reason = f"worker {ending}, its result cannot be read: {error}"
+        # No row's fault, and a row that failed would not be measured again.
+        if shutil.disk_usage(self.scratch).free < ROOM:
+            raise OSError(errno.ENOSPC, "No space left on device", str(self.scratch))
+        return Result("failed", reason[:300])
 
     def _make(self, order: int, repeat: int, row: Row, result: Result) -> Record:
         s, spec = self.run.settings, row.spec
@@ -288,6 +330,11 @@ class _Session:
             environment={**env, "seed": s.seed, "summary": spec.summary},
         )
         return replace(record, **fields)
+
+
+def _log(folder: Path) -> TextIO:
+    # The name of a folder, and what a worker prints, need not be text.
+    return (folder / LOG_FILE).open("a", encoding="utf-8", errors="backslashreplace")
 
 
 def _worker_environment(settings: Settings) -> dict[str, str]:

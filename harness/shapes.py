@@ -200,7 +200,7 @@ def load_shape(model: str) -> tuple[str, Shape]:
     from transformers import AutoConfig
 
     try:
-        raw = json.loads(file.read_text())
+        raw = json.loads(file.read_text(encoding="utf-8"))
         config = AutoConfig.for_model(raw.pop("model_type"), **raw)
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         reason = (str(error).splitlines() or [""])[0][:200]

@@ -12,9 +12,49 @@ import pandas as pd
 from rich.markup import escape
 from rich.table import Table
 
+from forge.harness.leaderboard import ONE_PASS
 from forge.optim.spec import OptimizerSpec
 
+# What a measured row must share with a published one to stand beside it.
+PUBLISHED_KEY = ["method", "states", "kernels", "execution"]
 BEGIN, END = "<!-- leaderboard:begin -->", "<!-- leaderboard:end -->"
+
+
+# What a result's table does without on a narrow terminal, the least important first.
+SPARE = ("p20", "p80", "MFU %", "state B/param", "tokens/s", "states", "kernels", "execution")
+
+
+def fitted(view: Table, width: int, spare: Sequence[str] = ()) -> Table:
+    """``view``, changed to fit ``width`` characters: texts wrap, numbers are never cut.
+
+    Numbers are what is justified right. Where there is no room for all columns, ``spare`` go one
+    after the other, then the numbers, the last first.
+    """
+    if _width(view, wrapped=False) <= width:
+        return view
+    numbers = [column for column in view.columns if column.justify == "right"]
+    for column in view.columns:
+        column.overflow = "fold"
+    for column in numbers:
+        column.no_wrap, column.header = True, str(column.header).replace(" ", "\n")
+    named = {str(column.header).replace("\n", " "): column for column in view.columns}
+    for column in [*(named[name] for name in spare), *reversed(numbers[1:])]:
+        if _width(view, wrapped=True) <= width:
+            break
+        if column in view.columns:
+            view.columns.remove(column)
+    return view
+
+
+def _width(view: Table, wrapped: bool) -> int:
+    """Characters that a table takes, or needs when its texts are wrapped at words and at 8."""
+    total = 1
+    for column in view.columns:
+        lines = [line for cell in (column.header, *column.cells) for line in str(cell).splitlines()]
+        if wrapped and column.justify != "right":
+            lines = [word[:8] for line in lines for word in line.split()]
+        total += 3 + max(map(len, lines), default=0)
+    return total
 
 
 def result_table(frame: pd.DataFrame, title: str) -> Table:
@@ -22,7 +62,7 @@ def result_table(frame: pd.DataFrame, title: str) -> Table:
     view = Table(title=title, title_justify="left")
     for name in ("method", "states", "kernels", "execution"):
         view.add_column(name)
-    for name in ("ms / step", "p20", "p80", "peak GiB", "state B/param", "tokens/s", "MFU %"):
+    for name in ("ms/step", "p20", "p80", "peak GiB", "state B/param", "tokens/s", "MFU %"):
         view.add_column(name, justify="right")
     view.add_column("status")
     source = ""
@@ -111,14 +151,19 @@ def markdown(frame: pd.DataFrame, run_id: str) -> str:
         & (frame["hardware"] == first["hardware"])
         & frame["latency_ms"].notna()
     ]
-    published = published.drop_duplicates("method").set_index("method")
+    published = published.assign(kernels=published["kernels"].str.lower())
+    published = published.drop_duplicates(PUBLISHED_KEY).set_index(PUBLISHED_KEY)
     what = (
         f"{first['model']}, batch {first['batch']}, sequence {first['seq']}, {first['precision']}, "
         f"one {first['hardware']}, torch {first['torch']}, {first['date']}, commit "
         f"{first['commit']}"
     )
+    single = rows["notes"].fillna("").str.split("; ").map(lambda notes: ONE_PASS in notes).any()
+    caution = (
+        f" How far another pass is from `{ONE_PASS}` is not known: close ranks are not certain."
+    )
     lines = [
-        f"{cell(what)} (run `{cell(run_id.replace('`', ' '))}`).",
+        f"{cell(what)} (run `{cell(run_id.replace('`', ' '))}`).{caution if single else ''}",
         "",
         "| rank | method | states | model kernels | execution | ms / step | p20 to p80 | peak GiB "
         "| state B/param | tokens/s | published ms / GiB | notes |",
@@ -131,8 +176,9 @@ def markdown(frame: pd.DataFrame, run_id: str) -> str:
 
 def _markdown_row(rank: str, row: dict[str, Any], published: pd.DataFrame) -> str:
     theirs = ""
-    if row["method"] in published.index and row["execution"] == "eager":
-        other = published.loc[row["method"]]
+    key = tuple(row[column] for column in PUBLISHED_KEY)
+    if key in published.index:
+        other = published.loc[key]
         theirs = f"{_number(other['latency_ms'], 1)} / {_number(other['peak_memory_gib'], 1)}"
     if row["status"] != "ok":
         rank, cells = "", [row["status"], "", "", "", ""]
@@ -184,7 +230,7 @@ def with_table(readme: Path, table: str) -> str:
     Raises:
         ValueError: the file or its markers are missing.
     """
-    content = readme.read_text() if readme.exists() else ""
+    content = readme.read_text(encoding="utf-8") if readme.exists() else ""
     before, begin, rest = content.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:

@@ -152,8 +152,11 @@ def from_hf(hf_model: Any) -> TorchQwen3:
         ValueError: the configuration uses something that the twin does not have.
     """
     config = hf_model.config
+    if config.model_type != "qwen3":  # others lack what is looked at below
+        raise ValueError(
+            f"kernels='torch' does not support model_type={config.model_type!r}; use kernels='hf'"
+        )
     unsupported = {
-        "model_type": config.model_type != "qwen3",
         "attention_bias": config.attention_bias,
         "attention_dropout": config.attention_dropout > 0,
         "hidden_act": config.hidden_act != "silu",

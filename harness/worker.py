@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import importlib
 import itertools
 import json
 import math
@@ -27,11 +26,12 @@ from torch import Tensor, nn
 from forge.harness import checks, timing
 from forge.harness.attention import attention_backend
 from forge.harness.efficiency import record_columns
-from forge.harness.environment import package_version
+from forge.harness.environment import one_line, package_version
 from forge.harness.execution import GraphStep, Step, UnsupportedExecution, build_step
+from forge.harness.files import write_atomically
 from forge.harness.memory import GIB, GradientMeter, PeakMeter, state_bytes
 from forge.harness.rows import Row
-from forge.harness.workloads import MODELS, build_model, load_model
+from forge.harness.workloads import MODELS, build_model, import_transformers, load_model
 from forge.optim.spec import Hyper
 
 HYPER = Hyper()
@@ -97,6 +97,7 @@ def run(job: Job) -> Result:
         # A second thread halves the time on an idle machine and costs 40 times on a busy one.
         torch.set_num_threads(1)
     try:
+        import_transformers()
         if job.row is None:
             return Result("ok", fields={"trajectory": _reference(job).to_json()})
         _measure(job, Row(**job.row), fields)
@@ -112,8 +113,8 @@ def run(job: Job) -> Result:
     except Exception as error:
         traceback.print_exc()
         if _is_oom(error):
-            return Result("oom", _one_line(error), fields)
-        return Result("failed", _one_line(error), fields)
+            return Result("oom", one_line(error), fields)
+        return Result("failed", one_line(error), fields)
 
 
 def _is_oom(error: BaseException) -> bool:
@@ -123,17 +124,12 @@ def _is_oom(error: BaseException) -> bool:
     )
 
 
-def _one_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0]}"[:300]
-
-
 def _resolve(row: Row) -> Any:
     try:
         return row.spec.resolve()
-    except (ImportError, AttributeError, RuntimeError, OSError) as error:
+    except (Exception, SystemExit) as error:  # somebody else's module may raise anything
         name = row.spec.distribution or "torch"
-        raise Missing(f"{name} does not import: {_one_line(error)}") from error
+        raise Missing(f"{name} does not import: {one_line(error)}") from error
 
 
 def _measure(job: Job, row: Row, fields: dict[str, Any]) -> None:
@@ -156,7 +152,9 @@ def _measure(job: Job, row: Row, fields: dict[str, Any]) -> None:
 def _gate(job: Job, row: Row, target: Any, batches: list[Any], fields: dict[str, Any]) -> None:
     fields["gate"] = "fail"
     assert job.reference is not None
-    reference = checks.Trajectory.from_json(json.loads(Path(job.reference).read_text()))
+    reference = checks.Trajectory.from_json(
+        json.loads(Path(job.reference).read_text(encoding="utf-8"))
+    )
     config = _gate_config(job)
     common = _placement(job, row.kernels)
     model = build_model(config, **common, attention=job.attention, seed=job.seed)
@@ -327,14 +325,15 @@ def _die_with_parent() -> None:
 def work(job_path: str, result_path: str) -> None:
     """Read the job, run it, write the result."""
     _die_with_parent()
-    job = Job(**json.loads(Path(job_path).read_text()))
+    job = Job(**json.loads(Path(job_path).read_text(encoding="utf-8")))
     try:
         result = run(job)
     except Leftovers as left:
-        Path(job_path).write_text(json.dumps(asdict(replace(job, gated=left.args[0]))))
+        again = asdict(replace(job, gated=left.args[0]))
+        write_atomically(Path(job_path), json.dumps(again))
         sys.stdout.flush()
         _become_fresh_worker(job_path, result_path)
-    Path(result_path).write_text(json.dumps(_without_nan(asdict(result))))
+    write_atomically(Path(result_path), json.dumps(_without_nan(asdict(result))))
 
 
 def _become_fresh_worker(job_path: str, result_path: str) -> NoReturn:
@@ -357,8 +356,8 @@ def serve(device: str) -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what imports print is no answer
     if device == "cpu":
-        # Not for CUDA: with torchao installed this import opens the device, and forks lose it.
-        importlib.import_module("transformers.models.qwen3.modeling_qwen3")
+        # Not for CUDA: what this imports may open the device, and forks lose it.
+        import_transformers()
     for line in sys.stdin:
         request = json.loads(line)
         child = os.fork()

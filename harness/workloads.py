@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
+import re
+import sys
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+
+from forge.optim.registry import REGISTRY
 
 
 @dataclass(frozen=True)
@@ -109,6 +114,21 @@ def check_liger(model: nn.Module, fused_linear_cross_entropy: bool) -> None:
         raise RuntimeError("Liger's cross-entropy is not in the state the row names")
     if ("liger" in type(model).forward.__module__) != fused_linear_cross_entropy:
         raise RuntimeError("Liger's fused linear cross-entropy is not in the state the row names")
+
+
+def import_transformers() -> None:
+    """Import transformers as if no rival were installed.
+
+    It imports those it knows (torchao), so that one that is broken would fail every row.
+    """
+    targets = (spec.target for spec in REGISTRY.values() if spec.distribution)
+    hidden = {re.split("[.:]", target)[0] for target in targets} - set(sys.modules)
+    sys.modules |= dict.fromkeys(hidden)  # type: ignore[arg-type]  # None: cannot be imported
+    try:
+        importlib.import_module("transformers.models.qwen3.modeling_qwen3")
+    finally:
+        for name in hidden:
+            del sys.modules[name]
 
 
 ATTENTION = {"sdpa": "sdpa", "flash": "flash_attention_2"}

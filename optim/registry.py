@@ -1,4 +1,4 @@
-"""Every optimizer of the comparison. To add one: write its file, add its module here.
+"""Every optimizer of the comparison. To add one: write its file, add its name here.
 
 Other packages add theirs from outside, by an entry point or by ``module:attribute``.
 """
@@ -6,37 +6,26 @@ Other packages add theirs from outside, by an entry point or by ``module:attribu
 from __future__ import annotations
 
 from functools import cache
+from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 
-from forge.optim import (
-    adalomo,
-    apollo,
-    bitsandbytes_adamw,
-    flash_adamw,
-    forge_adamw,
-    galore,
-    muon,
-    optimi_adamw,
-    torch_adamw,
-    torchao_adamw,
-)
 from forge.optim.spec import OptimizerSpec
 
 _MODULES = (
-    torch_adamw,
-    bitsandbytes_adamw,
-    flash_adamw,
-    galore,
-    apollo,
-    optimi_adamw,
-    adalomo,
-    torchao_adamw,
-    muon,
-    forge_adamw,
+    "torch_adamw",
+    "bitsandbytes_adamw",
+    "flash_adamw",
+    "galore",
+    "apollo",
+    "optimi_adamw",
+    "adalomo",
+    "torchao_adamw",
+    "muon",
+    "forge_adamw",
 )
 
 REGISTRY: dict[str, OptimizerSpec] = {
-    spec.key: spec for module in _MODULES for spec in module.SPECS
+    spec.key: spec for name in _MODULES for spec in import_module(f"forge.optim.{name}").SPECS
 }
 
 GROUP = "forge_optim.optimizers"

@@ -115,16 +115,22 @@ def _wrong_sign(model, optimizer):
     return update
 
 
-def _noise(share):
-    def broken(model, optimizer):
-        def update():
-            for p in model.parameters():
-                p.grad += share * p.grad.std() * torch.randn_like(p.grad)
-            optimizer.step()
+def _noise(model, optimizer):
+    def update():
+        for p in model.parameters():
+            p.grad = torch.randn_like(p.grad)
+        optimizer.step()
 
-        return update
+    return update
 
-    return broken
+
+def _drowned(model, optimizer):
+    def update():
+        for p in model.parameters():
+            p.grad += 10 * p.grad.square().mean().sqrt() * torch.randn_like(p.grad)
+        optimizer.step()
+
+    return update
 
 
 def _explodes(model, optimizer):
@@ -153,16 +159,15 @@ def test_broken_methods_fail(reference, broken, reason):
     assert any(reason in text for text in reasons), reasons
 
 
+@pytest.mark.parametrize("broken", [_noise, _drowned])
+def test_a_method_that_ignores_its_gradients_is_no_lossy_method(reference, broken):
+    reasons = checks.judge(trajectory(broken), reference, exact=False)
+    assert any("loss fell by" in text for text in reasons), reasons
+
+
 @pytest.mark.parametrize("broken", [_nothing, _no_decay, _one_frozen, _wrong_sign, _explodes])
 def test_lossy_methods_are_held_to_these_too(reference, broken):
     assert checks.judge(trajectory(broken), reference, exact=False)
-
-
-@pytest.mark.parametrize("share", [10.0, 1e6])
-def test_a_method_that_ignores_its_gradients_fails_the_loosest_tolerance(reference, share):
-    torch.manual_seed(0)
-    reasons = checks.judge(trajectory(_noise(share)), reference, exact=False)
-    assert any("loss fell by" in text for text in reasons), reasons
 
 
 def test_trajectory_survives_json(reference):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import json
+import os
 import re
 import subprocess
 import sys
@@ -50,6 +51,14 @@ def forge_bench(monkeypatch, *arguments):
         ("--repeat 2 --repeat-only x", "--repeat-only: not in this run: x"),
         ("--repeat-only adamw", "--repeat-only: says what to measure again, but --repeat is 1"),
         ("--seed x", "--seed"),
+        ("--seed -1", "--seed"),
+        ("--timeout inf", "--timeout"),
+        ("--timeout nan", "timeout"),
+        ("--data=", "--data: empty, give a value"),
+        ("run --weights=", "--weights: empty, give a value"),
+        ("--optimizers all,adamw", "--optimizers: all is every method already, give it alone"),
+        ("check all,adamw", "--optimizers: all is every method already, give it alone"),
+        ("check adamw --seed -1", "--seed"),
         ("--states fp7", "--states: no chosen method stores 'fp7'; valid: bf16"),
         ("--kernels x", "--kernels: unknown 'x'; valid: hf, liger"),
         ("--kernels liger", "--kernels liger: Liger's kernels need a CUDA device"),
@@ -94,6 +103,34 @@ def test_resume_on_another_machine_is_refused(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(environment, "cpu_name", lambda: "another CPU")
     assert forge_bench(monkeypatch, "--resume", str(folder)) == 2
     assert "rows would not compare" in capsys.readouterr().err
+
+
+def test_an_argument_that_is_empty_is_refused(monkeypatch, capsys):
+    assert forge_bench(monkeypatch, "--data", "") == 2
+    assert capsys.readouterr().err == "forge-bench: --data: empty, give a value\n"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"batch": "1"},
+        {"timeout_s": float("inf")},
+        {"seq": 0},
+        {"rows": [{"key": "adamw"}]},
+        {"rows": ["adamw"]},
+        {"rows": [{"key": "adamw", "kernels": 3, "execution": "eager"}]},
+        {"model": "gpt"},
+    ],
+)
+def test_settings_that_cannot_be_are_refused(changes, tmp_path, monkeypatch, capsys):
+    options = ["--optimizers", "adalomo", "--data", "random", "--out", str(tmp_path)]
+    assert forge_bench(monkeypatch, *options) == 0
+    (folder,) = tmp_path.iterdir()
+    settings = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+    (folder / "run.json").write_text(json.dumps(settings | changes), encoding="utf-8")
+    assert forge_bench(monkeypatch, "--resume", str(folder)) == 2
+    error = capsys.readouterr().err
+    assert "unreadable run.json" in error and error.count("\n") == 1
 
 
 @pytest.mark.parametrize("text", ['{"model": ', '{"rows": 3}', "[]"])
@@ -236,6 +273,56 @@ def test_weights_of_a_checkpoint(tmp_path, monkeypatch, capsys):
     (record,) = records.load(folder)[0]
     assert (record.status, record.model, record.notes) == ("ok", "checkpoint", "")
     assert record.params == 8192 * 256 + 256 * (3 * 256 + 3 * 512) + 3 * 256 + 2 * 64
+
+
+def save_checkpoint(folder, kind, **sizes):
+    """A small checkpoint of the architecture ``kind``, with random weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes)).save_pretrained(folder)
+    return str(folder)
+
+
+def test_a_checkpoint_whose_operations_are_not_counted_is_timed(tmp_path, monkeypatch, capsys):
+    sizes = dict(vocab_size=512, n_embd=64, n_layer=1, n_head=2, n_positions=32)
+    weights = save_checkpoint(tmp_path / "gpt2", "gpt2", **sizes)
+    arguments = "--optimizers adamw --seq 16 --steps 2 --data random --device cpu --out"
+    out = str(tmp_path / "out")
+    assert forge_bench(monkeypatch, *arguments.split(), out, "--weights", weights) == 0
+    (folder,) = (tmp_path / "out").iterdir()
+    (record,) = records.load(folder)[0]
+    assert (record.status, record.model) == ("ok", "gpt2"), record.notes
+    assert "no MFU" in record.notes
+
+
+def test_an_encoder_is_no_causal_language_model(tmp_path, monkeypatch, capsys):
+    sizes = dict(vocab_size=512, hidden_size=64, num_hidden_layers=1, num_attention_heads=2)
+    weights = save_checkpoint(tmp_path / "bert", "bert", **sizes, intermediate_size=64)
+    assert forge_bench(monkeypatch, "--weights", weights, "--device", "cpu") == 2
+    assert "no causal language model there: a checkpoint of type 'bert'" in capsys.readouterr().err
+
+
+def test_any_text_may_name_a_folder(tmp_path):
+    """Without UTF-8 in the environment, a name that is no ASCII."""
+    env = dict(os.environ, PYTHONUTF8="0", LC_ALL="C")
+    options = "--optimizers adalomo --data random --seq 16 --device cpu --out dirü".split()
+    command = [sys.executable, "-m", "forge.harness.cli"]
+    done = subprocess.run([*command, *options], cwd=tmp_path, env=env, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    (folder,) = (tmp_path / "dirü").iterdir()
+    assert "dir" in (folder / "log.txt").read_text(encoding="utf-8")
+    again = [*command, "publish", "--include-cpu", "--runs", "dirü", "--target", "dirü/t"]
+    done = subprocess.run(again, cwd=tmp_path, env=env, capture_output=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_reader_that_leaves_does_not_end_the_run(tmp_path):
+    options = "--optimizers adamw,adamw-fused --data random --seq 16 --device cpu --out out".split()
+    command = f"{sys.executable} -m forge.harness.cli {' '.join(options)} 2>errors; echo $? >code"
+    subprocess.run(f"({command}) | head -1", shell=True, cwd=tmp_path, check=True)
+    (folder,) = (tmp_path / "out").iterdir()
+    assert [record.status for record in records.load(folder)[0]] == ["ok", "ok"]
+    assert (tmp_path / "code").read_text() == "0\n" and (tmp_path / "errors").read_text() == ""
 
 
 def test_all_end_to_end(tmp_path):

@@ -7,13 +7,15 @@ published rows apart, runs kept together, and is replaced in one step.
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import shutil
 
 import pandas as pd
 import pytest
+from rich.console import Console
 
-from forge.harness import files, leaderboard, noise, records, tables
+from forge.harness import files, leaderboard, noise, options, records, tables
 from forge.harness.records import Record
 
 HEADER = (
@@ -22,11 +24,11 @@ HEADER = (
     "tokens_per_s,mfu_pct,ofu_pct,loss,gate,steps,torch,triton,date,commit,run_id,source_ref,notes"
 )
 PUBLISHED = (
-    "source,source_ref,date,method,model,hardware,batch,seq,precision,attention,kernels,latency_ms,"
-    "peak_memory_gib,tokens_per_s,approximate\n"
-    "published,a paper,2026-06,vanilla AdamW,Qwen3-0.6B,H200,1,512,bf16-everywhere,FA3,Liger,"
-    "111.9,7.3,,False\n"
-    "published,a post,2026,baseline,Phi-4-mini,H100,1,4096,bf16,,,,,4921.59,True\n"
+    "source,source_ref,date,method,model,hardware,batch,seq,precision,states,attention,kernels,"
+    "execution,latency_ms,peak_memory_gib,tokens_per_s,approximate\n"
+    "published,a paper,2026-06,vanilla AdamW,Qwen3-0.6B,H200,1,512,bf16-everywhere,bf16,FA3,Liger,"
+    "eager,111.9,7.3,,False\n"
+    "published,a post,2026,baseline,Phi-4-mini,H100,1,4096,bf16,,,,,,,4921.59,True\n"
 )
 
 
@@ -174,7 +176,7 @@ def test_measured_and_published_rows(tmp_path, published):
     assert (ok["latency_ms"], ok["attention"], ok["date"]) == (2.0, "sdpa:cudnn", "2026-01-02")
     assert (oom["status"], oom["notes"]) == ("oom", "why") and pd.isna(oom["latency_ms"])
     assert (paper["status"], paper["latency_ms"], paper["source_ref"]) == ("ok", 111.9, "a paper")
-    assert pd.isna(paper["run_id"]) and pd.isna(paper["execution"])
+    assert pd.isna(paper["run_id"]) and paper["execution"] == "eager"
     assert frame[frame["model"] == "Phi-4-mini"].iloc[0]["notes"] == "approximate"
 
 
@@ -265,17 +267,59 @@ def test_readme_table(tmp_path, published):
     oom = make_record(
         row="y", method="GaLore r=128", status="oom", gate="", latency_ms=None, samples_ms=[]
     )
-    save(tmp_path / "runs", make_record(), oom)
+    save(tmp_path / "runs", make_record(kernels="liger"), oom)
     frame, _ = regenerate(tmp_path, published)
     readme = tmp_path / "README.md"
     readme.write_text(f"top\n{tables.BEGIN}\nold\n{tables.END}\nbottom\n")
     text = tables.with_table(readme, tables.markdown(frame, "2026-01-02_run"))
     assert text.startswith("top\n") and text.endswith("\nbottom\n") and "old" not in text
     assert (
-        "| 1 | vanilla AdamW | bf16 | hf | eager | 2.0 | 1.0 to 3.0 | 4.50 |  | 256,000 "
+        "| 1 | vanilla AdamW | bf16 | liger | eager | 2.0 | 1.0 to 3.0 | 4.50 |  | 256,000 "
         "| 111.9 / 7.3 |" in text
     )
     assert "| GaLore r=128 | bf16 | hf | eager | oom |" in text
+
+
+@pytest.mark.parametrize("width", [180, 120, 80, 60, 40, 24])
+def test_no_terminal_is_so_narrow_that_a_number_is_cut(width, tmp_path, published):
+    spent = make_record(method="optimi.gradient_release", execution="compile+cuda_graph",
+                        latency_ms=12345.67, tokens_per_s=45132.0)  # fmt: skip
+    save(tmp_path / "runs", spent, make_record(row="y", latency_ms=97.25, peak_memory_gib=40.19))
+    frame, _ = regenerate(tmp_path, published)
+    console = Console(width=width, file=io.StringIO(), force_terminal=True, color_system=None)
+    options.show_table(console, tables.result_table(frame, "title"), tables.SPARE)
+    shown = console.file.getvalue()
+    assert "12,346.00" in shown and "97.25" in shown and "…" not in shown
+    assert ("40.19" in shown) == (width > 40) and ("execution" in shown) == (width > 40)
+    assert max(len(line) for line in shown.splitlines()) <= width
+
+
+def test_a_published_figure_stands_beside_the_same_work_only(tmp_path, published):
+    others = ({"states": "fp32"}, {"kernels": "liger+flce"}, {"execution": "compile"})
+    for i, other in enumerate(({}, *others)):
+        record = make_record(**{"row": str(i), "latency_ms": 2.0 + i, "kernels": "liger", **other})
+        save(tmp_path / "runs", record)
+    frame, _ = regenerate(tmp_path, published)
+    rows = tables.markdown(frame, "2026-01-02_run").splitlines()[-4:]
+    assert ["111.9 / 7.3" in row for row in rows] == [True, False, False, False]
+
+
+def test_a_row_of_one_pass_among_rows_of_several_says_so(tmp_path, published):
+    for repeat, ms in enumerate((3.0, 4.0)):
+        save(tmp_path / "runs", make_record(row="several", repeat=repeat, latency_ms=ms))
+    save(tmp_path / "runs", make_record(row="one", notes="why", latency_ms=2.9))
+    frame, _ = regenerate(tmp_path, published)
+    first, second = frame["notes"][:2]
+    assert first == "1 pass; why" and second.startswith("2 passes: ")
+    assert "How far another pass is from `1 pass`" in tables.markdown(frame, "2026-01-02_run")
+
+
+def test_a_line_written_twice_is_no_second_pass(tmp_path, published):
+    save(tmp_path / "runs", make_record())
+    save(tmp_path / "runs", make_record(latency_ms=9.0))
+    frame, damaged = regenerate(tmp_path, published)
+    assert (frame.iloc[0]["steps"], frame.iloc[0]["latency_ms"]) == (3, 2.0)
+    assert len(damaged) == 1 and "records.jsonl:2: " in damaged[0] and "pass 1 of" in damaged[0]
 
 
 def test_readme_errors(tmp_path, published):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import signal
 import subprocess
@@ -13,7 +14,7 @@ import numpy as np
 import psutil
 import pytest
 
-from forge.harness import environment, records
+from forge.harness import environment, records, runner
 from forge.harness.processes import Workers
 from forge.harness.rows import VARIANTS, select_rows
 from forge.harness.runner import Run, Settings, batches_of, load_settings, new_folder, save_settings
@@ -49,6 +50,16 @@ def make_run(folder, rows, worker=None, **changes):
     said: list[str] = []
     batches = batches_of(settings)
     return Run(settings, folder, batches, environment.describe(), said.append, **extra), said
+
+
+def make_job():
+    from forge.harness import worker
+
+    return worker.Job(
+        row={"key": "adamw", "kernels": "hf", "execution": "eager"},
+        model="qwen3-tiny", weights=None, batch=1, seq=16, device="cpu", dtype="bfloat16",
+        attention="sdpa", data="", seed=0, warmup=1, steps=1, hardware="",
+    )  # fmt: skip
 
 
 def patched_worker(patch):
@@ -114,6 +125,49 @@ def test_a_hanging_worker_is_stopped(tmp_path):
     assert time.monotonic() - began < 60
 
 
+def test_a_result_that_was_not_written_whole_is_a_failed_row(tmp_path):
+    patch = "open(job.data.replace('batches.npy', 'result.json'), 'w')"
+    patch += ".write('{\"sta'); os._exit(0)"
+    (record,), _ = execute(tmp_path, ["adamw"], patch)
+    assert record.status == "failed" and "its result cannot be read" in record.notes
+
+
+def test_a_full_scratch_folder_ends_the_run_and_is_no_rows_failure(tmp_path, monkeypatch):
+    monkeypatch.setattr(runner, "ROOM", 2**70)
+    with pytest.raises(OSError, match="No space left on device"):
+        execute(tmp_path, ["adamw"], "os._exit(1)")
+    assert records.load(tmp_path) == ([], [])
+
+
+def test_a_worker_writes_its_result_whole_or_not_at_all(tmp_path, monkeypatch):
+    from forge.harness import files, worker
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(worker, "run", lambda job: worker.Result("ok"))
+    monkeypatch.setattr(worker, "_die_with_parent", lambda: None)
+    monkeypatch.setattr(files.os, "fsync", full)
+    job, result = tmp_path / "job.json", tmp_path / "result.json"
+    job.write_text(json.dumps(dataclasses.asdict(make_job())), encoding="utf-8")
+    with pytest.raises(OSError, match="No space left"):
+        worker.work(str(job), str(result))
+    assert not result.exists()
+
+
+def test_a_killed_server_is_named_and_the_next_row_has_a_new_one(tmp_path):
+    flag = tmp_path / "killed"
+    patch = (
+        f"if not os.path.exists({str(flag)!r}):\n"
+        f"        open({str(flag)!r}, 'w').close()\n"
+        "        print('a warning', flush=True); os.kill(os.getppid(), 9); time.sleep(60)\n"
+        "    return real(job)"
+    )
+    found, _ = execute(tmp_path, ["adamw", "adamw-fused"], patch)
+    assert [record.status for record in found] == ["failed", "ok"]
+    assert "server was killed by SIGKILL" in found[0].notes and "warning" not in found[0].notes
+
+
 def test_a_server_that_cannot_start_is_reported(tmp_path):
     code = "raise SystemExit('broken installation')"
     run, _ = make_run(tmp_path, select_rows(["adamw"], "cpu"), (sys.executable, "-c", code))
@@ -143,12 +197,7 @@ def test_what_is_raised_becomes_a_status(raised, status, notes, monkeypatch):
         raise eval(raised, namespace)
 
     monkeypatch.setattr(worker, "_measure", measure)
-    job = worker.Job(
-        row={"key": "adamw", "kernels": "hf", "execution": "eager"},
-        model="qwen3-tiny", weights=None, batch=1, seq=16, device="cpu", dtype="bfloat16",
-        attention="sdpa", data="", seed=0, warmup=1, steps=1, hardware="",
-    )  # fmt: skip
-    result = worker.run(job)
+    result = worker.run(make_job())
     assert result.status == status and notes in result.notes
 
 
@@ -169,6 +218,37 @@ def test_a_rival_that_does_not_import_is_skipped(monkeypatch):
     monkeypatch.setitem(REGISTRY, "adamw", broken)
     with pytest.raises(worker.Missing, match="torch does not import: AttributeError"):
         worker._resolve(Row("adamw", "hf", "eager"))
+
+
+@pytest.mark.parametrize("text", ["raise ValueError('broken')", "raise ImportError('broken')",
+                                  "def (", "raise SystemExit('broken')"])  # fmt: skip
+def test_whatever_a_rival_raises_when_imported_it_is_skipped(text, tmp_path, monkeypatch):
+    from forge.harness import worker
+    from forge.harness.rows import Row
+
+    (tmp_path / "broken_rival.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    broken = dataclasses.replace(REGISTRY["adamw"], target="broken_rival:X", distribution="rival")
+    monkeypatch.setitem(REGISTRY, "adamw", broken)
+    with pytest.raises(worker.Missing, match="rival does not import: "):
+        worker._resolve(Row("adamw", "hf", "eager"))
+
+
+def test_a_rival_that_transformers_imports_breaks_its_own_row_only(tmp_path, monkeypatch):
+    package = tmp_path / "torchao"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise ValueError('a broken torchao')")
+    info = tmp_path / "torchao-9.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torchao\nVersion: 9.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    found, _ = execute(tmp_path, ["adamw", "torchao-adamw8bit"])
+    ends = {record.key: (record.status, record.notes) for record in found}
+    assert ends["adamw"] == ("ok", "")
+    assert ends["torchao-adamw8bit"] == (
+        "skipped",
+        "torchao does not import: ValueError: a broken torchao",
+    )
 
 
 def test_a_method_that_fails_its_gate_has_no_latency(tmp_path):
@@ -282,14 +362,19 @@ def test_two_runs_at_once_do_not_mix(tmp_path):
         assert record.run_id == folder.name == load_settings(folder).run_id
 
 
-def test_interrupt_keeps_what_was_measured(tmp_path):
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_interrupt_keeps_what_was_measured(stop, tmp_path, monkeypatch):
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setenv("TMPDIR", str(scratch))
     process = start(tmp_path, *ROWS)
     folder = wait_for_record(tmp_path, process)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(stop)
     output, _ = process.communicate(timeout=30)
     assert process.returncode == 130, output
     assert f"forge-bench --resume {folder}" in output.replace("\n", "")
     assert 1 <= len(records.load(folder)[0]) < 3
+    assert not list(scratch.glob("forge-bench-*"))
 
 
 def test_a_worker_whose_fork_lost_cuda_starts_a_new_interpreter(tmp_path):
@@ -334,8 +419,12 @@ def test_rows_that_would_not_compare_are_not_mixed(tmp_path):
     found, _ = execute(tmp_path, ["adalomo"])
     run, _ = make_run(tmp_path, select_rows(["adalomo"], "cpu"))
     assert run.mismatch(found) == "" and run.remaining(found) == []
-    other_torch = dataclasses.replace(run, environment={**run.environment, "torch": "1.0"})
-    assert other_torch.mismatch(found).startswith("torch was")
+    for name in ("torch", "triton", "transformers", "liger_kernel"):
+        other = dataclasses.replace(run, environment={**run.environment, name: "1.0"})
+        assert other.mismatch(found).startswith(f"{name} was")
+    rival = {**found[0].environment, "rival_version": "0.0.1"}
+    measured = dataclasses.replace(found[0], environment=rival)
+    assert run.mismatch([measured]).startswith("lomo-optim was 0.0.1 and is")
     other_input = dataclasses.replace(run, batches=run.batches + 1)
     assert other_input.mismatch(found).startswith("input was random")
     elsewhere = dataclasses.replace(run.settings, hardware="another")
@@ -355,6 +444,8 @@ def test_workers_start_clean(tmp_path):
     with Workers("cpu", tmp_path / "log", dict(os.environ), command) as workers:
         endings = [workers.run(tmp_path, result, output, 60) for _ in range(2)]
         server = workers.server.pid
+        pipes = workers.server.stdin, workers.server.stdout
+    assert all(pipe.closed for pipe in pipes)
     pids = result.read_text().split()
     assert endings == ["exited with code 0"] * 2
     assert len(set(pids)) == 2 and str(server) not in pids

@@ -205,11 +205,23 @@ def test_columns_of_a_record(monkeypatch):
     assert set(fields) <= known and len(fields) == 8
 
 
+def test_an_optional_column_never_costs_the_row(monkeypatch):
+    fields, missing = columns(monkeypatch, FakeNvml(), object())
+    assert missing == ["no MFU: AttributeError: 'object' object has no attribute 'get_text_config'"]
+    assert fields["ofu_pct"] is not None and "ofu_adjusted_pct" not in fields
+    monkeypatch.setattr(ofu, "device_uuid", lambda: 1 / 0)
+    fields, missing = efficiency.record_columns(None, 1, 16, "H200", latency_ms=10.0, step=step)
+    assert fields == {} and missing[1] == "no OFU: ZeroDivisionError: division by zero"
+
+
 def test_columns_without_gpm_or_of_an_uncounted_model(monkeypatch):
     from transformers import MambaConfig
 
     fields, missing = columns(monkeypatch, FakeNvml(gpm=0), MambaConfig())
-    assert "no MFU: model_type 'mamba'" in missing[0] and "GPM: not supported" in missing[1]
+    assert (
+        "no MFU: ValueError: model_type 'mamba'" in missing[0]
+        and "GPM: not supported" in missing[1]
+    )
     assert "mfu_pct" not in fields and "ofu_adjusted_pct" not in fields
     assert fields["ofu_pct"] is None and fields["energy_j"] > 0
 

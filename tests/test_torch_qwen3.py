@@ -160,3 +160,12 @@ def test_weights_are_copies_and_tying_is_kept() -> None:
 def test_unsupported_configuration_is_refused(changes: dict[str, Any], named: str) -> None:
     with pytest.raises(ValueError, match=named):
         from_hf(make_hf(**changes))
+
+
+def test_another_architecture_is_refused_by_name():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1)
+    llama = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2))
+    with pytest.raises(ValueError, match="does not support model_type='llama'; use kernels='hf'"):
+        from_hf(llama)
