@@ -48,8 +48,9 @@ class Tolerance:
 
 EXACT = Tolerance(loss=0.05, learned=0.9, moved=1.25, shrink=0.25)
 # A lossy method takes steps of its own size (APOLLO at rank 256: 5 x AdamW's, so that its loss
-# overshoots on the way): only gross errors and a wrong decay can be told from the method. On an H200 the losses of the lossy methods fell by
-# 0.87 to 1.09 of the reference's; with noise for gradients they hardly fall (0.04 on a CPU).
+# overshoots on the way): only gross errors and a wrong decay can be told from the method. On an H200
+# the losses of the lossy methods fell by 0.87 to 1.09 of the reference's; with noise for gradients
+# they hardly fall (0.04 on a CPU).
 LOSSY = Tolerance(loss=None, learned=0.5, moved=8.0, shrink=0.5)
 # bf16 vectors (norm weights near 1, ulp 0.004 to 0.008) round a step of 0.01 coarsely.
 VECTOR_SLACK = 2.0
