@@ -48,7 +48,7 @@ class Tolerance:
 
 EXACT = Tolerance(loss=0.05, learned=0.9, moved=1.25, shrink=0.25)
 # A lossy method takes steps of its own size (APOLLO at rank 256: 5 x AdamW's, so that its loss
-# overshoots on the way): only gross errors and a wrong decay can be told from the method. On an H200
+# overshoots): only gross errors and a wrong decay can be told from the method. On an H200
 # the losses of the lossy methods fell by 0.87 to 1.09 of the reference's; with noise for gradients
 # they hardly fall (0.04 on a CPU).
 LOSSY = Tolerance(loss=None, learned=0.5, moved=8.0, shrink=0.5)
