@@ -63,14 +63,13 @@ class AppliedGradient(_Standin):
 
 
 class DeferredGradient(_Standin):
-    """A weight gradient kept as factors: ``scale * (sum of dy^T x) + dense``.
+    """A weight gradient kept as factors: ``sum of dy^T x, plus dense``.
 
     Scaling by a number or scalar tensor, zeroing and the addition of a dense gradient work on what
     is kept. Reading it (its norm, ``grad.abs().max()``, ``grad.clone()``, the checks of a gradient
     scaler) forms a copy for the occasion. Other changes in place raise RuntimeError.
     """
 
-    scale: Tensor | None = None
     dense: Tensor | None = None
 
     def form(self) -> Tensor:
@@ -81,20 +80,27 @@ class DeferredGradient(_Standin):
             grad = product.to(self.dtype) if grad is None else grad.add_(product)
         if grad is None:
             grad = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
-        if self.scale is not None:
-            grad.mul_(self.scale)
         return grad if self.dense is None else grad.add_(self.dense)
 
     def clear(self) -> None:
         """Make the gradient zero."""
-        self.slot.factors, self.scale, self.dense = [], None, None
+        self.slot.factors, self.dense = [], None
 
     def scale_by(self, factor: Any) -> None:
+        """Multiply by a number, now: what a later backward adds is not multiplied."""
         factor = torch.as_tensor(factor, dtype=torch.float32, device=self.device)
         if factor.numel() != 1:
             _refuse(self, "multiplication by more than one number")
         factor = factor.reshape(())
-        self.scale = factor.clone() if self.scale is None else self.scale * factor
+        scaled = []
+        for x, dy, _ in self.slot.factors:
+            if dy.dtype == torch.float16:
+                # What a scaler has lifted into fp16's range must not fall out of it again.
+                x, dy = x.float(), dy.float()
+            # Out of place: parts of one output gradient may belong to several layers.
+            dy = (dy * factor).to(dy.dtype)
+            scaled.append((x, dy, x._version + dy._version))
+        self.slot.factors = scaled
         if self.dense is not None:
             self.dense.mul_(factor)
 

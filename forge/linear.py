@@ -141,14 +141,11 @@ class Slot:
             self.param.grad = self._applied = AppliedGradient(self)
 
     def take(self, grad: DeferredGradient) -> Tensor | None:
-        """What to update from: None for the factors alone, scaled, else a dense gradient."""
+        """What to update from: None for the factors alone, else a dense gradient."""
         if grad.dense is not None or not self.factors:
             dense = grad.form()
             grad.clear()
             return dense
-        if grad.scale is not None:
-            scaled = [(x, (dy * grad.scale).to(dy.dtype)) for x, dy, _ in self.factors]
-            self.factors = [(x, dy, x._version + dy._version) for x, dy in scaled]
         return None
 
 

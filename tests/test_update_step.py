@@ -137,6 +137,18 @@ def test_discarded_and_zeroed_gradients():
     assert_same(ours, plain, 2)
 
 
+def test_scaling_does_not_reach_what_a_later_backward_adds():
+    ours, plain = pair()
+    optimizer, reference = both(ours, plain)
+    first, second = batches(2)
+    for net, opt in ((ours, optimizer), (plain, reference)):
+        net(first).backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 0.01)
+        net(second).backward()
+        opt.step()
+    assert_same(ours, plain)
+
+
 def test_scaled_by_hand_and_by_a_gradient_scaler():
     ours, plain = pair()
     optimizer, reference = both(ours, plain)
@@ -152,6 +164,27 @@ def test_scaled_by_hand_and_by_a_gradient_scaler():
             opt.zero_grad()
         assert scalers[0].get_scale() == scalers[1].get_scale()
     assert_same(ours, plain, 5)
+
+
+def test_half_precision_under_a_scaler():
+    """Unscaled gradients of 1e-8 are below what fp16 can hold."""
+    torch.manual_seed(0)
+    ours = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+    plain, start = copy.deepcopy(ours), ours[0].weight.detach().clone()
+    optimizer = ForgeSGD(ours, lr=1e4, update="step")
+    reference = torch.optim.SGD(plain.parameters(), lr=1e4)
+    x = torch.randn(32, 8)
+    for net, opt in ((ours, optimizer), (plain, reference)):
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+        for _ in range(2):
+            with torch.autocast("cpu", dtype=torch.float16):
+                loss = 1e-6 * net(x).float().square().mean()
+            scaler.scale(loss).backward()
+            scaler.step(opt)
+            scaler.update()
+            opt.zero_grad()
+    assert (plain[0].weight - start).abs().max() > 1e-4
+    torch.testing.assert_close(ours[0].weight, plain[0].weight, rtol=0, atol=2e-6)
 
 
 def test_nonfinite_norms():
