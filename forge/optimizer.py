@@ -349,6 +349,11 @@ class ForgeOptimizer(torch.optim.Optimizer):
         for slot in self._slots:
             clock = slot.clock
             if clock.running and not slot.updated:
+                if self._queue.captured and torch.cuda.is_current_stream_capturing():
+                    raise RuntimeError(
+                        f"{slot.name!r} got no gradient while the step was captured, but one in "
+                        "the eager one"
+                    )
                 stored = self.state.get(slot.param)
                 if stored and not clock.shown_in(stored):
                     continue  # another count was put there: followed at the next check

@@ -185,6 +185,11 @@ class UpdateQueue:
         param = slot.param
         state = self.state[param]
         if not state:
+            if self.captured and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(
+                    f"{slot.name!r} got its first gradient while the step was captured, none in "
+                    "the eager one"
+                )
             state.update(slot.clock.counts(), **new_states(self.rule, self.states, param))
         names, count = stored_names(self.rule, self.states), len(self.rule.states)
         if any(
