@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from itertools import chain
-from operator import is_
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from torch.autograd.graph import increment_version
 
 from forge.kernels.target import CapturedTables
 from forge.optimizer import ForgeOptimizer
+from forge.state_dict import same
 
 _PLAIN = (bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device)
 
@@ -57,11 +57,7 @@ class _Layout:
 
     def is_current(self) -> bool:
         objects, values = self._read()
-        return (
-            values == self._values
-            and len(objects) == len(self._objects)
-            and all(map(is_, objects, self._objects))
-        )
+        return values == self._values and same(objects, self._objects)
 
 
 class TrainStep:
