@@ -210,8 +210,8 @@ class UpdateQueue:
         if slot in self.queued():
             raise RuntimeError(
                 f"a backward of this step did not finish, and its update of {slot.name!r} is still "
-                "queued: discard it with optimizer.zero_grad() (optimizer.step() would apply it). Or "
-                "the weight is used inside and outside of a reentrant checkpoint: use "
+                "queued: discard it with optimizer.zero_grad() (optimizer.step() would apply it). "
+                "Or the weight is used inside and outside of a reentrant checkpoint: use "
                 "checkpoint(use_reentrant=False)"
             )
         if slot.updated:
