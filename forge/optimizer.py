@@ -8,7 +8,6 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from itertools import chain
-from operator import is_
 from typing import Any, TypedDict
 
 import torch
@@ -20,16 +19,14 @@ from forge.checks import (
     check_parameter,
     check_update,
     named_like,
-    read_count,
-    refuse_edited,
 )
 from forge.kernels.wgrad_auto import check_path
 from forge.linear import Slot, fuse_linears, unfuse_linears
 from forge.optim.clock import Clock
 from forge.optim.rules import Rule
-from forge.optim.states import FORMATS, check_format, check_stored, stored_names
+from forge.optim.states import FORMATS, check_format
 from forge.queue import UpdateQueue, check_single_process
-from forge.state_dict import detached, load
+from forge.state_dict import detached, follow, load, same
 
 
 class Options(TypedDict, total=False):
@@ -54,6 +51,9 @@ class ForgeOptimizer(torch.optim.Optimizer):
     by hand) and ends the step.
 
     One backward a step: a second one before ``step()`` raises, the weights have moved already.
+
+    ``state[p]`` may be replaced between steps, also its ``step``, but counts not be written in
+    place: parameters share them. Several threads may run backwards of disjoint models.
 
     Not seen: pre-hooks on the autograd node of a fused weight (``AccumulateGrad``), which get no
     gradient; hooks on the parameter are honoured. ``torch.amp.GradScaler`` finds no gradients to
@@ -321,7 +321,7 @@ class ForgeOptimizer(torch.optim.Optimizer):
         self._check_held()
         # Once a step, for all parameters: passes over lists that run in C.
         if len(self.param_groups) != len(self._members) or not all(
-            group is kept and _same(group["params"], params)
+            group is kept and same(group["params"], params)
             for group, (kept, params) in zip(self.param_groups, self._members, strict=True)
         ):
             raise RuntimeError(
@@ -333,37 +333,12 @@ class ForgeOptimizer(torch.optim.Optimizer):
         self._queue.state = self.state
         strides = [slot.param.stride() for slot in self._slots]
         edited = [clock for clock in self._clocks if clock.edited()]
-        if edited or strides != self._strides or not _same(self._stored(), self._seen):
-            self._follow(edited)
+        if edited or strides != self._strides or not same(self._stored(), self._seen):
+            follow(self, edited)
             self._strides, self._seen = strides, self._stored()
 
     def _stored(self) -> list[Any]:
         return list(chain.from_iterable(map(dict.values, self.state.values())))
-
-    def _follow(self, edited: list[Clock]) -> None:
-        """Follow states, counts and layouts that are not those of the last step, or refuse them."""
-        names = stored_names(self.rule, self.states)
-        made: dict[tuple, Clock] = {}
-        for slot in self._slots:
-            param, target = slot.param, slot.target
-            stored = self.state.get(param)
-            if not stored:
-                if target is not None:
-                    # Its state was cleared: as in torch, its count starts again.
-                    slot.clock, slot.target = self._clock_at(made, slot, 0.0, ()), None
-                continue
-            if not slot.clock.shown_in(stored):
-                step, *carried = (read_count(slot, stored, name) for name in slot.clock.counts())
-                self._move(slot, self._clock_at(made, slot, step, carried))
-            elif slot.clock in edited:
-                refuse_edited(slot)
-            if (
-                target is None
-                or not _same(list(map(stored.get, names)), target.states + target.scales)
-                or param.stride() != target.stride
-            ):
-                slot.target = None
-                check_stored(self.rule, self.states, param, stored, slot.name)
 
     def _clock_at(
         self, made: dict[tuple, Clock], slot: Slot, step: float, carried: Sequence[float]
@@ -402,6 +377,11 @@ class ForgeOptimizer(torch.optim.Optimizer):
         for slot in self._slots:
             clock = slot.clock
             if clock.running and not slot.updated:
+                if self._queue.captured and torch.cuda.is_current_stream_capturing():
+                    raise RuntimeError(
+                        f"{slot.name!r} got no gradient while the step was captured, but one in "
+                        "the eager one"
+                    )
                 stored = self.state.get(slot.param)
                 if stored and not clock.shown_in(stored):
                     continue  # another count was put there: followed at the next check
@@ -473,7 +453,3 @@ class ForgeOptimizer(torch.optim.Optimizer):
             "copied or pickled: build a new one on the copied model, then "
             "load_state_dict(old.state_dict())"
         )
-
-
-def _same(a: Sequence[Any], b: Sequence[Any]) -> bool:
-    return len(a) == len(b) and all(map(is_, a, b))

@@ -211,6 +211,11 @@ class UpdateQueue:
         param = slot.param
         state = self.state[param]
         if not state:
+            if self.captured and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(
+                    f"{slot.name!r} got its first gradient while the step was captured, none in "
+                    "the eager one"
+                )
             state.update(slot.clock.counts(), **new_states(self.rule, self.states, param))
         names, count = stored_names(self.rule, self.states), len(self.rule.states)
         if any(
@@ -231,7 +236,9 @@ class UpdateQueue:
         if slot in self.queued():
             raise RuntimeError(
                 f"a backward of this step did not finish, and its update of {slot.name!r} is still "
-                "queued: discard it with optimizer.zero_grad() (optimizer.step() would apply it)"
+                "queued: discard it with optimizer.zero_grad() (optimizer.step() would apply it). "
+                "Or the weight is used inside and outside of a reentrant checkpoint: use "
+                "checkpoint(use_reentrant=False)"
             )
         if slot.updated:
             refuse_second_backward(slot.name)

@@ -5,15 +5,20 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from operator import is_
+from enum import Enum
+from itertools import chain
 from typing import Any
 
 import torch
+import torch.optim.optimizer as torch_optimizer
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from forge.kernels.target import CapturedTables
 from forge.optimizer import ForgeOptimizer
+from forge.state_dict import same
+
+_PLAIN = (bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device)
 
 
 @dataclass(frozen=True)
@@ -25,6 +30,36 @@ class _Graph:
     loss: Tensor
 
 
+class _Layout:
+    """What a captured graph has baked in: the model's parts, where they lie, the optimizer's."""
+
+    def __init__(self, model: nn.Module, optimizer: ForgeOptimizer) -> None:
+        self._slots = optimizer._slots
+        self._modules = list(model.modules())
+        self._dicts: list[dict[str, Any]] = []
+        for module in self._modules:
+            parts: tuple[Any, ...] = (module._parameters, module._buffers, module._modules)
+            self._dicts += filter(None, parts)
+        held = (slot.param for slot in self._slots)
+        tensors = {id(t): t for t in chain(model.parameters(), model.buffers(), held)}
+        self._tensors = list(tensors.values())
+        self._objects, self._values = self._read()
+
+    def _read(self) -> tuple[list[Any], list[Any]]:
+        # Before every replay: passes over lists, not over the model.
+        objects: list[Any] = list(chain.from_iterable(map(dict.values, self._dicts)))
+        for slot in self._slots:
+            objects += (slot.target, slot.clock)
+        values: list[Any] = [module.training for module in self._modules]
+        for tensor in self._tensors:
+            values += (tensor.requires_grad, tensor.data_ptr())
+        return objects, values
+
+    def is_current(self) -> bool:
+        objects, values = self._read()
+        return values == self._values and same(objects, self._objects)
+
+
 class TrainStep:
     """Forward, loss, backward and update of a model in one call, on a GPU as one CUDA graph.
 
@@ -34,13 +69,17 @@ class TrainStep:
     The first call with inputs of new shapes runs the step eagerly, the second captures it, and
     from then on it is replayed. Every call is one training step with its own inputs. Learning
     rate, weight decay and the like, the step count and the rounding seed may change between calls
-    without a new capture; after ``load_state_dict`` or when parameters were moved, frozen or
-    exchanged, the step is captured anew.
+    without a new capture; after ``load_state_dict`` or when parameters, buffers or modules were
+    moved, frozen, exchanged or switched by ``train()`` and ``eval()``, the step is captured anew.
+
+    A replay runs what the GPU ran, not the model's Python: values that it computes on the host,
+    hooks with other effects and branches stay as they were captured.
 
     Args:
         model: called with the keyword arguments of the step. Returns the loss: a scalar tensor, or
             an object with a ``loss``, as Hugging Face models do when they get ``labels``.
-        optimizer: holds every parameter of ``model`` that requires a gradient.
+        optimizer: holds every parameter of ``model`` that requires a gradient. Step hooks are
+            Python and need ``graph=False``.
         graph: False runs every step eagerly. By default True on a GPU; there are no graphs on a
             CPU.
         max_graphs: shapes that may be captured. Each takes memory for its inputs; activations
@@ -48,7 +87,7 @@ class TrainStep:
 
     Raises:
         TypeError: ``optimizer`` is not one of this package.
-        ValueError: ``graph=True`` without a GPU.
+        ValueError: ``graph=True`` without a GPU; ``max_graphs`` below 1.
     """
 
     def __init__(
@@ -64,23 +103,36 @@ class TrainStep:
                 f"optimizer is a {type(optimizer).__name__}: only optimizers of this package, such "
                 "as ForgeAdamW, keep what a graph needs on the device"
             )
-        device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        if graph and device.type != "cuda":
-            raise ValueError(f"graph=True: the model is on {device}, a CUDA graph needs a GPU")
+        if max_graphs < 1:
+            raise ValueError(f"max_graphs={max_graphs}: must be 1 or more; graph=False has none")
         self.model = model
         self.optimizer = optimizer
-        self.graph = device.type == "cuda" if graph is None else graph
+        self.max_graphs = max_graphs
+        self._wanted = graph
+        self._device = self._model_device()
+        if graph and self._device.type != "cuda":
+            raise ValueError(f"graph=True: the model is on {self._device}, a graph needs a GPU")
         if self.graph and optimizer.on_nonfinite != "propagate":
             raise ValueError(
                 f"on_nonfinite={optimizer.on_nonfinite!r} looks at every step's norm on the host, "
                 "which a graph cannot: use graph=False, or on_nonfinite='propagate'"
             )
-        self.max_graphs = max_graphs
-        self._device = device
-        self._graphs: dict[Hashable, _Graph | None] = {}  # None: the shape has run eagerly once
-        self._layout: list[Any] = []
-        self._pool: Any = None
+        self._checked = False
         self._stream: Any = None
+        self._forget()
+
+    @property
+    def graph(self) -> bool:
+        """Whether steps are captured where the model is now."""
+        return self._device.type == "cuda" and self._wanted is not False
+
+    def _model_device(self) -> torch.device:
+        return next((p.device for p in self.model.parameters()), torch.device("cpu"))
+
+    def _forget(self) -> None:
+        self._graphs: dict[Hashable, _Graph | None] = {}  # None: the shape has run eagerly once
+        self._layout: _Layout | None = None
+        self._pool: Any = None
         self._tables: Any = None
 
     def __call__(self, **inputs: Any) -> Tensor:
@@ -93,19 +145,26 @@ class TrainStep:
         Raises:
             RuntimeError: more than ``max_graphs`` shapes; the step cannot be captured (the message
                 says why; model and optimizer are unharmed); a parameter that the optimizer does not
-                hold gets a gradient.
+                hold gets a gradient; gradients, or a ``backward()``, from outside the step.
+            TypeError: an input that is neither a tensor nor a plain value, or a tensor that wants a
+                gradient, where the step is captured.
         """
+        device = self._model_device()
+        if device != self._device:
+            self._device, self._stream = device, None
+            self._forget()
         inputs = {
-            name: value.to(self._device, non_blocking=True) if isinstance(value, Tensor) else value
+            name: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
             for name, value in inputs.items()
         }
         if not self.graph:
-            return self._step(inputs)
-        layout = self._current_layout()
-        if len(layout) != len(self._layout) or not all(map(is_, layout, self._layout)):
-            self._graphs.clear()
-            self._pool = self._tables = None
+            loss = self._step(inputs)
+            if not self._checked:
+                self._refuse_stray_gradients()
+                self._checked = True
+            return loss
         key = self._key(inputs)
+        self._prepare()
         if key not in self._graphs:
             if len(self._graphs) >= self.max_graphs:
                 raise RuntimeError(
@@ -116,8 +175,11 @@ class TrainStep:
             with self._on_side_stream():
                 loss = self._step(inputs)
             self._refuse_stray_gradients()
+            if self._layout is None or not self._layout.is_current():
+                # This shape has brought new states or counts: graphs of others know the old ones.
+                self._forget()
+                self._layout = _Layout(self.model, self.optimizer)
             self._graphs[key] = None
-            self._layout = self._current_layout()
             return loss
         captured = self._graphs[key] = self._graphs[key] or self._capture(inputs)
         for name, buffer in captured.inputs.items():
@@ -136,16 +198,43 @@ class TrainStep:
             RuntimeError: they have not run eagerly yet, which the first call does; there are no
                 graphs here; or the step cannot be captured.
         """
+        if not self.graph:
+            raise RuntimeError("capture(): this TrainStep runs eagerly, on a CPU or by graph=False")
         key = self._key(inputs)
+        self._prepare()
         if key not in self._graphs:
             raise RuntimeError("capture(): call the step once with inputs of these shapes first")
         self._graphs[key] = self._graphs[key] or self._capture(inputs)
 
+    def _prepare(self) -> None:
+        """Refuse what a replay would pass over; forget graphs that no longer fit."""
+        optimizer = self.optimizer
+        if (
+            optimizer._optimizer_step_pre_hooks
+            or optimizer._optimizer_step_post_hooks
+            or torch_optimizer._global_optimizer_pre_hooks
+            or torch_optimizer._global_optimizer_post_hooks
+        ):
+            raise RuntimeError("step hooks do not run when a graph is replayed; use graph=False")
+        for slot in optimizer._slots:
+            if slot.param.grad is not None or slot.updated:
+                raise RuntimeError(
+                    f"{slot.name!r} has a gradient from outside the step: call optimizer.step() or "
+                    "optimizer.zero_grad() first"
+                )
+        optimizer.check_unedited()
+        if self._layout is not None and not self._layout.is_current():
+            self._forget()
+
     def _step(self, inputs: Mapping[str, Any]) -> Tensor:
+        # Within one autocast context weights are cast once: neither those that an earlier step has
+        # moved since may serve again, nor copies that lie in a graph's memory.
+        torch.clear_autocast_cache()
         loss = self._loss(self.model(**inputs))
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
+        torch.clear_autocast_cache()
         return loss.detach()
 
     @staticmethod
@@ -158,31 +247,20 @@ class TrainStep:
             )
         return loss
 
-    def _current_layout(self) -> list[Any]:
-        """The objects that a captured graph has baked in; compared by identity."""
-        self.optimizer.check_unedited()
-        layout: list[Any] = [self.model.training]
-        for slot in self.optimizer._slots:
-            target = slot.target
-            if target is not None and target.address != slot.param.data_ptr():
-                target = slot.target = None
-            layout += (target, slot.clock, slot.param.requires_grad)
-        return layout
-
     @staticmethod
     def _key(inputs: Mapping[str, Any]) -> Hashable:
         autocast = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda")
         parts: list[Hashable] = [autocast]
         for name, value in sorted(inputs.items()):
             if isinstance(value, Tensor):
+                if value.requires_grad:
+                    raise TypeError(
+                        f"{name}= requires a gradient, which a captured step does not pass on: "
+                        "detach() it, or use graph=False"
+                    )
                 parts.append((name, tuple(value.shape), value.dtype))
-            elif isinstance(value, Hashable):
-                parts.append((name, value))
             else:
-                raise TypeError(
-                    f"{name}= is a {type(value).__name__}: a captured step takes tensors and "
-                    "plain values; use graph=False"
-                )
+                parts.append((name, _plain(name, value)))
         return tuple(parts)
 
     @contextmanager
@@ -250,3 +328,15 @@ class TrainStep:
             slot.factors, slot.updated, slot.param.grad = [], False, None
         for clock in optimizer._clocks:
             clock.running = False
+
+
+def _plain(name: str, value: Any) -> Hashable:
+    """``value`` and its type, which equal numbers do not share, as part of a key."""
+    if isinstance(value, tuple):
+        return tuple(_plain(name, part) for part in value)
+    if value is None or isinstance(value, _PLAIN):
+        return type(value), value
+    raise TypeError(
+        f"{name}= is a {type(value).__name__}: a captured step takes tensors and plain values, "
+        "each as an argument of its own; use graph=False"
+    )

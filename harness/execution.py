@@ -208,9 +208,9 @@ def restored(model: nn.Module, optimizer: Any) -> Iterator[None]:
     known = {id(tensor): tensor for tensor in tensors}
     saved = [(tensor, tensor.detach().clone()) for tensor in known.values()]
     yield
-    with torch.no_grad():
-        for tensor, value in saved:
-            tensor.copy_(value)
-        for tensor in reachable_tensors(optimizer.state, skip=model):
-            if id(tensor) not in known:
-                tensor.zero_()
+    # Through `.data`, unseen by versions, as a replay writes: optimizers may refuse edited states.
+    for tensor, value in saved:
+        tensor.data.copy_(value)
+    for tensor in reachable_tensors(optimizer.state, skip=model):
+        if id(tensor) not in known:
+            tensor.data.zero_()

@@ -9,6 +9,7 @@ import threading
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import forge
 from forge import ForgeAdamW, ForgeNAdam
@@ -161,6 +162,24 @@ def test_states_that_no_kernel_can_update_are_refused(states, name, change, mess
     assert all(torch.equal(v, before[k]) for k, v in net.state_dict().items())
     state[name] = good
     train(net, optimizer)
+
+
+def test_what_users_keep_in_a_state_is_left_alone():
+    net, optimizer, _, _ = pair()
+    train(net, optimizer)
+    optimizer.state[net[0].weight]["mine"] = "note"
+    train(net, optimizer, 2)
+    assert optimizer.state_dict()["state"][0]["mine"] == "note"
+    assert optimizer.state[net[0].weight]["step"] == 3
+
+
+def test_a_weight_inside_and_outside_of_a_reentrant_checkpoint_names_the_way_out():
+    net = nn.Linear(4, 4)
+    optimizer = ForgeAdamW(net, lr=LR)
+    inside = checkpoint(net, torch.ones(2, 4, requires_grad=True), use_reentrant=True)
+    with pytest.raises(RuntimeError, match="use_reentrant=False"):
+        net(inside).sum().backward()
+    optimizer.zero_grad()
 
 
 def test_both_states_in_another_dtype_are_followed():

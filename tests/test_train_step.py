@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from forge import ForgeAdamW, ForgeSGD, TrainStep
+from forge.train_step import _Graph
 
 LR = 1e-2
 
@@ -160,8 +163,197 @@ def test_arguments_are_checked():
     optimizer = ForgeAdamW(net)
     with pytest.raises(ValueError, match="graph=True: the model is on cpu"):
         TrainStep(net, optimizer, graph=True)
+    for count in (0, -1):
+        with pytest.raises(ValueError, match=f"max_graphs={count}"):
+            TrainStep(net, optimizer, max_graphs=count)
+    with pytest.raises(RuntimeError, match="capture.*runs eagerly"):
+        TrainStep(net, optimizer).capture(ids=batches(1, "cpu")[0])
+    net.extra = nn.Parameter(torch.ones(()))
+    with pytest.raises(RuntimeError, match="'extra' got a gradient but is not in the optimizer"):
+        forward = net.forward
+        net.forward = lambda **kw: forward(**kw) * net.extra
+        TrainStep(net, optimizer)(ids=batches(1, "cpu")[0])
     with pytest.raises(TypeError, match="scalar loss"):
         TrainStep(nn.Linear(2, 2), optimizer)(input=torch.ones(1, 2))
+
+
+class Recorded(TrainStep):
+    """Counts captures, and runs the step where a graph would be replayed.
+
+    So that what decides between eager steps, captures and replays is tested without a GPU.
+    """
+
+    graph = True
+    captures = 0
+
+    def _on_side_stream(self):
+        return nullcontext()
+
+    def _capture(self, inputs):
+        self.captures += 1
+        buffers = {k: v.clone() for k, v in inputs.items() if isinstance(v, torch.Tensor)}
+        loss = torch.zeros(())
+        replay = lambda: loss.copy_(self._step({**inputs, **buffers}))  # noqa: E731
+        return _Graph(SimpleNamespace(replay=replay), buffers, loss)
+
+
+def recorded(**kwargs):
+    net, plain = pair("cpu")
+    ours, theirs = optimizers(net, plain)
+    return Recorded(net, ours, **kwargs), net, ours, plain, theirs
+
+
+@pytest.mark.parametrize(
+    "change, again",
+    [
+        (lambda net, opt: opt.param_groups[0].update(lr=0.5), False),
+        (lambda net, opt: net.norm.eval(), True),
+        (lambda net, opt: net.norm.bias.requires_grad_(False), True),
+        (lambda net, opt: setattr(net.norm.bias, "data", net.norm.bias.data.clone()), True),
+        (lambda net, opt: setattr(net, "norm", copy.copy(net.norm)), True),
+        (lambda net, opt: net.register_buffer("table", torch.ones(2)), True),
+        (lambda net, opt: opt.load_state_dict(opt.state_dict()), True),
+        (lambda net, opt: opt.state[net.up.bias].update(step=torch.tensor(9.0)), True),
+        (lambda net, opt: opt.state[net.up.bias].update(exp_avg=torch.zeros(32)), True),
+    ],
+    ids="lr eval frozen moved module buffer load count state".split(),
+)
+def test_what_a_graph_has_baked_in_is_captured_anew(change, again):
+    step, net, ours, plain, theirs = recorded()
+    net.register_buffer("table", torch.zeros(2))
+    ids = batches(6, "cpu")
+    for i, x in enumerate(ids):
+        if i == 3:
+            assert step.captures == 1
+            change(net, ours)
+        step(ids=x)
+    assert step.captures == 1 + again
+
+
+def test_an_exchanged_parameter_that_the_optimizer_does_not_hold_is_refused():
+    step, net, *_ = recorded()
+    x, y, z = batches(3, "cpu")
+    step(ids=x), step(ids=y)
+    net.norm.bias = nn.Parameter(net.norm.bias.detach().clone())
+    with pytest.raises(
+        RuntimeError, match="'norm.bias' got a gradient but is not in the optimizer"
+    ):
+        step(ids=z)
+
+
+def test_shapes_that_train_different_parameters_share_no_stale_counts():
+    class Branches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+        def forward(self, x, both):
+            h = self.parts[0](x)
+            return (self.parts[1](h) if both else h).square().mean()
+
+    torch.manual_seed(0)
+    net = Branches()
+    plain = copy.deepcopy(net)
+    ours, theirs = optimizers(net, plain)
+    step = Recorded(net, ours)
+    for i in range(14):
+        x, both = torch.randn(3, 4), i % 3 == 0
+        known = dict(step._graphs)
+        step(x=x, both=both)
+        loss = plain(x, both)
+        loss.backward(), theirs.step(), theirs.zero_grad()
+        if i in (0, 1):  # the second shape splits the count: the first is to be captured anew
+            assert all(key not in step._graphs for key in known)
+    assert_equal(net, plain)
+    assert {float(s["step"]) for s in ours.state.values()} == {14.0, 5.0}
+    assert step.captures == 2
+
+
+def test_inputs_that_a_graph_cannot_follow():
+    step, net, *_ = recorded(max_graphs=3)
+    x = batches(1, "cpu")[0]
+    for scale in (1, 1.0, True) * 3:
+        step(ids=x, scale=scale)
+    assert step.captures == 3  # equal numbers of different types are different programs
+    for value, message in (
+        ([1.0], "scale= is a list"),
+        ((1.0, torch.ones(())), "scale= is a Tensor"),
+        (SimpleNamespace(), "scale= is a SimpleNamespace"),
+        (torch.ones((), requires_grad=True), "scale= requires a gradient"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            step(ids=x, scale=value)
+
+
+def test_what_a_replay_would_pass_over_is_refused():
+    step, net, ours, plain, theirs = recorded()
+    x, y, z = batches(3, "cpu")
+    for ids in (x, y):
+        step(ids=ids)
+        loop(plain, theirs, ids)
+    net(z).backward()
+    with pytest.raises(RuntimeError, match="from outside the step: call optimizer.step"):
+        step(ids=z)
+    ours.step()
+    loop(plain, theirs, z)
+    net.norm.bias.grad = torch.ones(16)
+    with pytest.raises(RuntimeError, match="'norm.bias' has a gradient from outside"):
+        step(ids=z)
+    ours.zero_grad()
+    hook = ours.register_step_post_hook(lambda *_: None)
+    with pytest.raises(RuntimeError, match="step hooks .* graph=False"):
+        step(ids=z)
+    hook.remove()
+    step(ids=x)
+    loop(plain, theirs, x)
+    assert_equal(net, plain)
+
+
+def test_what_only_a_capture_meets_is_refused(monkeypatch):
+    """States and counts made while a graph is captured would be made anew in every replay."""
+    net, _ = pair("cpu")
+    ours = ForgeAdamW(net)
+    x, y = batches(2, "cpu")
+    monkeypatch.setattr(ours._queue, "captured", True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="'(up|down).weight' got its first gradient while"):
+        net(x).backward()
+    monkeypatch.undo()
+    ours.zero_grad()
+    loop(net, ours, x)
+    monkeypatch.setattr(ours._queue, "captured", True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    net.up(torch.ones(1, 16)).sum().backward()
+    with pytest.raises(RuntimeError, match="'embed.weight' got no gradient while"):
+        ours.step()
+
+
+def test_a_tensor_as_learning_rate_may_be_exchanged(where):
+    graphed, plain = pair(where)
+    ours, theirs = optimizers(graphed, plain)
+    step = TrainStep(graphed, ours)
+    for i, x in enumerate(batches(6, where)):
+        for optimizer in (ours, theirs):
+            optimizer.param_groups[0]["lr"] = torch.tensor(LR / (1 + i), device=where)
+        step(ids=x)
+        loop(plain, theirs, x)
+    assert_equal(graphed, plain)
+
+
+def test_one_autocast_context_around_many_steps(where):
+    """Autocast keeps casts of weights, here the tied head's, until its context ends."""
+    one, many = pair(where)
+    steps = [
+        TrainStep(net, opt) for net, opt in zip((one, many), optimizers(one, many), strict=True)
+    ]
+    ids = batches(5, where)
+    with torch.autocast(where, dtype=torch.bfloat16):
+        for x in ids:
+            steps[0](ids=x)
+    for x in ids:
+        with torch.autocast(where, dtype=torch.bfloat16):
+            steps[1](ids=x)
+    assert_equal(one, many)
 
 
 @pytest.mark.gpu
