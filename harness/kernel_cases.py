@@ -317,9 +317,9 @@ def _prepare(op: Op, shape: Shape, backward: bool, tokens: int, device: torch.de
     if backward:
         with torch.no_grad():
             outs = op.exact(*wide[0], *wide[1])
-        # In the dtype of the outputs: a scalar loss is fp32.
+        # bf16 in the layout of the outputs, as what follows would return it; 1 for the loss.
         upstream = [
-            torch.randn(o.shape, device=device).bfloat16() if o.dim() else o.new_ones(()).float()
+            torch.randn_like(o).bfloat16() if o.dim() else torch.ones_like(o).float()
             for o in (outs if isinstance(outs, tuple) else (outs,))
         ]
         del outs

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ast
 import csv
+import gc
 import importlib
 import json
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,12 +16,17 @@ import pytest
 import torch
 
 from forge import ForgeAdamW
-from forge.harness import environment, kernel_bench, leaderboard, path_table, update_cases
+from forge.harness import (
+    environment,
+    hardware,
+    kernel_bench,
+    kernel_timing,
+    leaderboard,
+    path_table,
+    update_cases,
+)
 from forge.harness.kernel_bench import (
     COLUMNS,
-    Row,
-    interleave,
-    measure,
     merged,
     plan,
     read,
@@ -27,6 +34,7 @@ from forge.harness.kernel_bench import (
     workload,
 )
 from forge.harness.kernel_cases import OPS, model_cases
+from forge.harness.kernel_timing import Row, interleave, measure
 from forge.harness.roofline import parts
 from forge.harness.update_cases import update_cases as cases_of_the_update
 from forge.kernels import wgrad_auto
@@ -112,7 +120,7 @@ def test_bytes_and_operations():
     assert work.flops == 2 * 16 * SHAPE.layer_weights
     operands = sum(16 * (g.inputs + g.outputs) for g in SHAPE.gemms)
     assert work.bytes == 12 * SHAPE.layer_weights + 2 * operands
-    known = kernel_bench.hardware.find("H200")
+    known = hardware.find("H200")
     update = [p for p in parts(SHAPE, 1, 16, known, "bf16") if p.group == "update"]
     head = case_of("wgrad_update", "head-bf16").prepare(16, CPU)
     assert work.bytes + head.bytes == sum(p.bytes for p in update)
@@ -136,7 +144,7 @@ def assert_failed(row):
 def test_what_is_right_passes_and_is_timed(case):
     for name, row in rows_of(case, *case.providers).items():
         assert row.gate == "pass", f"{name}: {row.notes}"
-        assert len(row.samples_ms) == kernel_bench.CPU_ROUNDS
+        assert len(row.samples_ms) == kernel_timing.CPU_ROUNDS
         assert row.p20_ms <= row.ms <= row.p80_ms
         # H200's floor: found by the name that the row carries.
         assert row.floor_ms > 0 and row.gb_per_s > 0
@@ -208,6 +216,18 @@ def test_a_wrong_operation_fails(monkeypatch, op, wrong, forward_passes):
     assert_failed(rows_of(both, "forge")["forge"])
 
 
+def test_the_memory_of_a_case_is_free_after_it():
+    """Five sets of weights of 440 M parameters: a single case more would not fit."""
+    work = case_of("wgrad_update", "blocks-bf16").prepare(16, CPU)
+    for provider in ("forge", "torch"):
+        run = work.run(provider)
+        run()
+        alive = weakref.ref(run.weights[0])
+        del run
+        gc.collect()
+        assert alive() is None
+
+
 def test_who_raises_fails_and_who_cannot_is_skipped(monkeypatch):
     def crash(x, w):
         raise RuntimeError("no such kernel\nand a long trace")
@@ -249,7 +269,7 @@ def test_inputs_that_a_rival_overwrites_are_put_back(monkeypatch):
     monkeypatch.setattr("forge.harness.kernel_cases.OPS", changed)
     assert rows_of(case_of("swiglu", "backward"), "forge")["forge"].gate == "pass"
     # The first call is a warm-up; all others come behind a reset.
-    assert len(seen) == 2 + kernel_bench.CPU_ROUNDS and len(set(seen)) == 1
+    assert len(seen) == 2 + kernel_timing.CPU_ROUNDS and len(set(seen)) == 1
 
 
 def test_launches_are_those_of_the_queue(monkeypatch):
@@ -474,5 +494,5 @@ def test_every_provider_passes_its_gate_on_a_gpu(case):
             assert row.provider in may_be_skipped, row.notes
         else:
             assert row.gate == "pass", f"{row.provider}: {row.notes}"
-            assert len(row.samples_ms) == kernel_bench.ROUNDS and min(row.samples_ms) > 0
+            assert len(row.samples_ms) == kernel_timing.ROUNDS and min(row.samples_ms) > 0
             assert (row.host_ms is not None) == (case.op == "wgrad_update")
