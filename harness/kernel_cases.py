@@ -263,22 +263,20 @@ class ModelRun:
     ) -> None:
         self.function = function
         self.calls = len(sets)
-        self._pristine = [[*leaves, *upstream] for leaves, _ in sets]
+        self._pristine = [t for leaves, _ in sets for t in (*leaves, *upstream)]
         # Liger writes gradients over inputs and over what arrives from behind.
-        self._used = [[t.detach().clone() for t in tensors] for tensors in self._pristine]
-        self._constants = [constants for _, constants in sets]
-        self._leaves = len(sets[0][0])
-
-    def __call__(self) -> list[list[Tensor]]:
-        return [
-            _differentiated(self.function, used[: self._leaves], constants, used[self._leaves :])
-            for used, constants in zip(self._used, self._constants, strict=True)
+        self._used = [t.clone() for t in self._pristine]
+        leaves, width = len(sets[0][0]), len(sets[0][0]) + len(upstream)
+        self._calls = [
+            (self._used[i : i + leaves], constants, self._used[i + leaves : i + width])
+            for i, (_, constants) in zip(range(0, len(self._used), width), sets, strict=True)
         ]
 
+    def __call__(self) -> list[list[Tensor]]:
+        return [_differentiated(self.function, *call) for call in self._calls]
+
     def reset(self) -> None:
-        with torch.no_grad():
-            for used, pristine in zip(self._used, self._pristine, strict=True):
-                torch._foreach_copy_(used, pristine)
+        torch._foreach_copy_(self._used, self._pristine)
 
     def results(self, kept: list[list[Tensor]]) -> list[Tensor]:
         return kept[0]

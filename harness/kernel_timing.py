@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import random
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -41,7 +40,7 @@ class Row:
         floor_ms: the larger of its least bytes over the bandwidth and its operations over the
             matrix rate that the GPU is known to reach; ``None``: not known.
         gb_per_s, tflop_per_s: these bytes and operations over ``ms``.
-        max_rel_err: the largest relative error among the results.
+        max_rel_err: the largest relative error among the results; ``None``: one is not finite.
         gate: ``pass``; ``fail``, or ``skipped``: cannot be done here; ``notes`` say why.
         host_ms: median wall time of launching the work eagerly; of the update only.
     """
@@ -67,7 +66,7 @@ class Row:
     max_rel_err: float | None = None
     host_ms: float | None = None
     samples_ms: list[float] = field(default_factory=list)
-    errors: list[float] = field(default_factory=list)
+    errors: list[float | None] = field(default_factory=list)
     allowed: list[float] = field(default_factory=list)
 
     @property
@@ -130,15 +129,14 @@ class Graph:
         return first.elapsed_time(last) / self.run.calls
 
 
-def check(graph: Graph, work: Work) -> tuple[list[float], list[float]]:
-    """Relative error of every result, and what is allowed; the gate asks that none exceeds it."""
+def check(graph: Graph, work: Work) -> tuple[list[float | None], list[float]]:
+    """Relative error of every result, ``None``: not finite, and what the gate allows."""
     graph.run.reset()
     graph()
     found = graph.run.results(graph.kept)
     errors = [relative_error(a.detach(), b) for a, b in zip(found, work.exact, strict=True)]
-    # NaN is no number of JSON, and would hide in a maximum.
-    errors = [error if math.isfinite(error) else sys.float_info.max for error in errors]
-    return errors, [error + TOLERANCE for error in work.errors]
+    finite = [error if math.isfinite(error) else None for error in errors]
+    return finite, [error + TOLERANCE for error in work.errors]
 
 
 def interleave(
@@ -198,11 +196,15 @@ def measure(
             rows[name] = dict(gate="fail", notes=_reason(error))
             continue
         wrong = [
-            f"result {i} is off by {error:.2g}, {limit:.2g} is allowed"
+            f"result {i} is not finite"
+            if error is None
+            else f"result {i} is off by {error:.2g}, {limit:.2g} is allowed"
             for i, (error, limit) in enumerate(zip(errors, allowed, strict=True))
-            if not error <= limit  # so written that NaN is wrong
+            if error is None or error > limit
         ]
-        rows[name] = dict(errors=errors, allowed=allowed, max_rel_err=max(errors))
+        rows[name] = dict(errors=errors, allowed=allowed)
+        finite = [error for error in errors if error is not None]
+        rows[name]["max_rel_err"] = max(finite) if len(finite) == len(errors) else None
         if wrong:
             rows[name] |= dict(gate="fail", notes=", ".join(wrong))
         else:
