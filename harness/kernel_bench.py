@@ -117,7 +117,8 @@ def command(
     case: Annotated[str, typer.Option(help="cases, likewise")] = "",
     provider: Annotated[str, typer.Option(help="providers, likewise")] = "",
     tokens: Annotated[
-        str, typer.Option(help="numbers of tokens, likewise (default: 512 and more, 16 on a CPU)")
+        str,
+        typer.Option(help="likewise (default: 512, 4096, of the update also 1024; 16 on a CPU)"),
     ] = "",
     out: Annotated[
         Path | None,
@@ -151,19 +152,13 @@ def command(
         _check_paths(plans, on_gpu)
     target = out or (RESULTS / "kernels.csv" if on_gpu else None)
     earlier = options.checked(read, target) if target else []
-    name = options.hardware(where)
-    commit, dirty = environment.git_state()
-    origin = dict(
-        hardware=name,
-        torch=environment.package_version("torch"),
-        triton=environment.package_version("triton"),
-        date=datetime.now(UTC).strftime("%Y-%m-%d"),
-        commit=commit + ("-dirty" if dirty else ""),
-    )
+    origin = _origin(where)
     folder = None
     if target:
         try:
-            folder = new_folder(target.parent / "runs", "kernels", name, commit)
+            folder = new_folder(
+                target.parent / "runs", "kernels", origin["hardware"], environment.git_state()[0]
+            )
         except OSError as error:
             options.refuse(f"--out {target}: {error}")
     console = options.console(stderr=as_json)
@@ -174,7 +169,7 @@ def command(
             with (folder / LOG_FILE).open("a", encoding="utf-8") as log:
                 log.write(text + "\n")
 
-    say(json.dumps(environment.describe()))
+    say(", ".join(f"{key} {value}" for key, value in origin.items()))
     if not on_gpu:
         say("A CPU run: it shows that every part works and says nothing about a GPU.")
     rows: list[Row] = []
@@ -200,7 +195,8 @@ def command(
     if as_json:
         options.show_json([asdict(row) for row in rows])
     else:
-        console.print(_table(rows, f"Kernels at the shapes of {model} on {name}, bf16"))
+        where = origin["hardware"]
+        console.print(_table(rows, f"Kernels at the shapes of {model} on {where}, bf16"))
 
 
 def workload(on_gpu: bool) -> tuple[str, Shape]:
@@ -210,6 +206,18 @@ def workload(on_gpu: bool) -> tuple[str, Shape]:
     tiny = load_shape("qwen3-tiny")[1]
     return "tiny", replace(
         tiny, windows=(None,), hidden=128, heads=2, kv_heads=1, intermediate=256, vocab=1024
+    )
+
+
+def _origin(where: str) -> dict[str, str]:
+    """What every row of this run has in common."""
+    commit, dirty = environment.git_state()
+    return dict(
+        hardware=options.hardware(where),
+        torch=environment.package_version("torch"),
+        triton=environment.package_version("triton"),
+        date=datetime.now(UTC).strftime("%Y-%m-%d"),
+        commit=commit + ("-dirty" if dirty else ""),
     )
 
 
