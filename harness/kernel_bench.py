@@ -22,11 +22,12 @@ from rich.table import Table
 
 from forge.harness import environment, options, path_table
 from forge.harness.files import write_atomically
-from forge.harness.kernel_cases import Case, model_cases
+from forge.harness.kernel_cases import OPS, Case, model_cases
 from forge.harness.kernel_timing import Row, measure
 from forge.harness.options import RESULTS
 from forge.harness.runner import LOG_FILE, new_folder
 from forge.harness.shapes import Shape, load_shape
+from forge.harness.update_cases import OP as UPDATE
 from forge.harness.update_cases import update_cases
 
 COLUMNS = (
@@ -113,9 +114,17 @@ def plan(
 
 
 def command(
-    op: Annotated[str, typer.Option(help="operations, separated by commas (default: all)")] = "",
+    op: Annotated[
+        str,
+        typer.Option(
+            help=f"{', '.join([UPDATE, *(known.name for known in OPS)])}; separated by commas "
+            "(default: all)"
+        ),
+    ] = "",
     case: Annotated[str, typer.Option(help="cases, likewise")] = "",
-    provider: Annotated[str, typer.Option(help="providers, likewise")] = "",
+    provider: Annotated[
+        str, typer.Option(help="forge, forge:PATH, torch, torch.compile, liger, scratch; likewise")
+    ] = "",
     tokens: Annotated[
         str,
         typer.Option(help="likewise (default: 512, 4096, of the update also 1024; 16 on a CPU)"),

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -353,9 +354,6 @@ def model_cases(model: str, shape: Shape, on_gpu: bool) -> Iterator[Case]:
         if on_gpu:
             providers += ["torch.compile", *(["liger"] if op.liger else [])]
         for backward in (False, True):
-
-            def prepare(tokens, device, op=op, backward=backward):
-                return _prepare(op, shape, backward, tokens, device)
-
             name = f"{model}-forward{'-backward' if backward else ''}"
+            prepare = partial(_prepare, op, shape, backward)
             yield Case(op.name, name, (512, 4096), tuple(providers), prepare)

@@ -6,28 +6,15 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
 
 from forge.harness.files import write_atomically
+from forge.harness.kernel_timing import Row
 from forge.kernels import wgrad_auto
 from forge.kernels.wgrad_auto import PATHS
 
 CASE = "-blocks-bf16"  # the case that decides: what every path can take
 PROVIDERS = tuple(f"forge:{path}" for path in PATHS)
 Ranges = list[tuple[int | None, list[str]]]
-
-
-class Measured(Protocol):
-    """A row: ``ms`` on the GPU, ``host_ms`` to launch it; ``None`` where it could not run."""
-
-    @property
-    def provider(self) -> str: ...
-    @property
-    def tokens(self) -> int: ...
-    @property
-    def ms(self) -> float | None: ...
-    @property
-    def host_ms(self) -> float | None: ...
 
 
 def decides(case: str) -> bool:
@@ -70,7 +57,7 @@ def ranges(times: Mapping[int, Mapping[str, float]]) -> Ranges:
     return found
 
 
-def write(capability: str, rows: Sequence[Measured]) -> Path:
+def write(capability: str, rows: Sequence[Row]) -> Path:
     """Replace the entry of ``capability`` (``"9.0"``) in the table; the others stay.
 
     In a graph the GPU's time counts; eagerly the larger of GPU and host, which work side by side.

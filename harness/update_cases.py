@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from forge.harness.shapes import Gemm, Shape
 from forge.kernels.target import CapturedTables, Target
 from forge.kernels.wgrad_auto import PATHS
 from forge.kernels.wgrad_update import wgrad_update_reference
+from forge.optim.clock import hyper_value
 from forge.optim.rules import ADAMW
 from forge.optim.states import convert_states, stored_names
 
@@ -183,11 +185,7 @@ def _truth(matrix: Matrix, states: str) -> tuple[list[Tensor], list[float]]:
     assert matrix.start is not None
     start = {name: t.clone() for name, t in matrix.start.items()}
     weight, names = start.pop("weight"), stored_names(ADAMW, states)
-    betas = HYPER["betas"]
-    hyper = [
-        torch.tensor(v, dtype=torch.float64)
-        for v in (HYPER["lr"], *betas, HYPER["eps"], HYPER["weight_decay"])
-    ]
+    hyper = [torch.tensor(hyper_value(HYPER, name), dtype=torch.float64) for name in ADAMW.hyper]
     scalars = ADAMW.scalars.torch(torch.tensor(float(STEP), dtype=torch.float64), tuple(hyper))
     old = convert_states(ADAMW, "fp32", weight, start)
     grad = matrix.dy.double().t() @ matrix.x.double()
@@ -249,9 +247,6 @@ def update_cases(model: str, shape: Shape, on_gpu: bool) -> Iterator[Case]:
         providers = ["forge", *paths, *(["scratch"] if on_gpu else [])]
         if states == "bf16":
             providers.append("torch")
-
-        def prepare(tokens, device, head=what == "head", states=states):
-            return _prepare(shape, head, states, tokens, device)
-
+        prepare = partial(_prepare, shape, what == "head", states)
         name = f"{model}-{what}-{states}"
         yield Case(OP, name, (512, 1024, 4096), tuple(providers), prepare)

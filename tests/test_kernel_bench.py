@@ -10,7 +10,6 @@ import json
 import weakref
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -412,8 +411,8 @@ def test_the_options_choose():
 # -- the table of paths -----------------------------------------------------------------------
 
 
-def measured(tokens, path, ms, host):
-    return SimpleNamespace(provider=path, tokens=tokens, ms=ms, host_ms=host)
+def measured(tokens, provider, ms, host):
+    return row(tokens=tokens, provider=provider, ms=ms, host_ms=host)
 
 
 def test_paths_by_time(tmp_path, monkeypatch):
