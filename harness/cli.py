@@ -20,6 +20,7 @@ from forge.harness import (
     environment,
     estimate,
     gate,
+    kernel_bench,
     leaderboard,
     noise,
     ofu_sweep,
@@ -70,6 +71,7 @@ app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help=HELP)
 app.command("check")(gate.command)
 app.command("compare")(compare.command)
 app.command("estimate")(estimate.command)
+app.command("kernels")(kernel_bench.command)
 app.command("ofu-sweep")(ofu_sweep.command)
 app.command("profile")(profile.command)
 app.command("publish")(publish.command)

@@ -142,7 +142,7 @@ def _capture(
     except Exception as error:
         # Ending a broken capture raises too; what broke it is the context of that second error.
         cause = error.__context__ or error
-        _recover(stream)
+        recover(stream)
         if isinstance(cause, torch.OutOfMemoryError):
             raise cause from None
         raise RuntimeError(f"{spec.method}: CUDA graph capture failed: {cause}") from cause
@@ -180,7 +180,7 @@ def _capture_forge(model: nn.Module, optimizer: ForgeOptimizer, example: Batch) 
     return step
 
 
-def _recover(stream: torch.cuda.Stream) -> None:
+def recover(stream: torch.cuda.Stream) -> None:
     """Make the device's random generator usable again: a broken capture leaves it capturing."""
     with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream):
         torch.zeros(1, device=stream.device)

@@ -38,7 +38,7 @@ def _norm(hf_norm: Any, eps: float) -> nn.RMSNorm:
     return norm
 
 
-def _rotate(x_BHSE: Tensor, cos_SE: Tensor, sin_SE: Tensor) -> Tensor:
+def rotate(x_BHSE: Tensor, cos_SE: Tensor, sin_SE: Tensor) -> Tensor:
     """Rotary embedding: ``(a, b) -> (a cos - b sin, b cos + a sin)`` on the halves of each head."""
     a, b = x_BHSE.chunk(2, dim=-1)
     return x_BHSE * cos_SE + torch.cat((-b, a), dim=-1) * sin_SE
@@ -62,8 +62,8 @@ class Attention(nn.Module):
         B, S, _ = x_BSD.shape
         packed = self.qkv_proj(x_BSD).view(B, S, -1, self.head_dim)
         q_BSHE, k_BSKE, v_BSKE = packed.split(self.heads, dim=2)
-        q_BHSE = _rotate(self.q_norm(q_BSHE).transpose(1, 2), cos_SE, sin_SE)
-        k_BKSE = _rotate(self.k_norm(k_BSKE).transpose(1, 2), cos_SE, sin_SE)
+        q_BHSE = rotate(self.q_norm(q_BSHE).transpose(1, 2), cos_SE, sin_SE)
+        k_BKSE = rotate(self.k_norm(k_BSKE).transpose(1, 2), cos_SE, sin_SE)
         out_BHSE = F.scaled_dot_product_attention(
             q_BHSE, k_BKSE, v_BSKE.transpose(1, 2), is_causal=True, enable_gqa=True
         )

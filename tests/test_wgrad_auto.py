@@ -72,8 +72,13 @@ def test_the_choice_follows_tokens_capture_and_shape():
         dy, x = (torch.empty(1, c, device="cuda").bfloat16().expand(tokens, c) for c in (n, k))
         return choose_path(dy, x, t, captured)
 
-    assert choose(fits, 512, True) == "hopper" and choose(odd, 512, True) == "scratch"
-    assert choose(fits, 512, False) == "tiles" and choose(fits, 4096, False) == "scratch"
+    for situation, captured in (("graph", True), ("eager", False)):
+        ranges = wgrad_auto._table()["9.0"][situation]
+        for tokens in (1, 512, 4096, 65536):
+            paths = next(paths for limit, paths in ranges if limit is None or tokens <= limit)
+            assert choose(fits, tokens, captured) == paths[0]
+            general = next(path for path in paths if path != "hopper")
+            assert choose(odd, tokens, captured) == general
 
 
 def test_a_path_that_cannot_run_is_refused_before_anything_changes():
