@@ -10,6 +10,7 @@ and every input gradient has read the old weight. That moment triggers the updat
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 # Inputs x [..., K] and output gradients dy [..., N] whose products dy^T x add up to a gradient, and
-# the sum of their versions.
+# the sum of their versions. Of a vector: parts x [P, K] whose rows add up to it; dy has no columns.
 Factors = list[tuple[Tensor, Tensor, int]]
 
 _SLOTS: dict[int, weakref.ref[Slot]] = {}
@@ -125,6 +126,14 @@ class Slot:
             self.stream = torch._C._cuda_getCurrentRawStream(dy.get_device())
         self.factors.append((x, dy, x._version + dy._version))
         return True
+
+
+def collector(param: Tensor | None) -> Callable[[Tensor], bool] | None:
+    """Takes parts [P, K], fp32, whose rows add up to the gradient of the vector ``param`` [K]."""
+    slot = slot_of(param)
+    if slot is None or slot.node is None:
+        return None
+    return lambda parts: slot.collect(parts, parts[:, :0])
 
 
 def slot_of(param: Tensor | None) -> Slot | None:

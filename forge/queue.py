@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from forge.kernels.apply_rule import apply_rule
+from forge.kernels.column_sum import column_sums
 from forge.kernels.target import Target
 from forge.kernels.wgrad_auto import wgrad_update_auto
 from forge.linear import Factors, Slot
@@ -31,7 +32,7 @@ class _Waiting:
 
 @dataclass
 class _Batch:
-    """What one launch takes: gradients, or output gradients and inputs."""
+    """What one launch takes: gradients, or their parts, or output gradients and inputs."""
 
     targets: list[Target] = field(default_factory=list)
     first: list[Tensor] = field(default_factory=list)
@@ -93,7 +94,7 @@ class UpdateQueue:
         """Queue the update of ``slot`` from what it has collected and from its ``grad``."""
         factors, slot.factors = slot.factors, []
         if grad is None:
-            waiting = self._fused
+            waiting = self._plain if slot.param.dim() == 1 else self._fused
             for x, dy, _ in factors:
                 waiting.bytes += x.nbytes + dy.nbytes
         else:
@@ -133,7 +134,9 @@ class UpdateQueue:
                 x, dy, version = factors[0] if len(factors) == 1 else _join(factors)
                 if x._version + dy._version != version:
                     _refuse_changed(slot)
-                key = (slot.clock, slot.stream, dy.dtype, target.dtypes)
+                # No dtype of output gradients: these are parts, which are still to be summed.
+                dtype = dy.dtype if waiting is self._fused else None
+                key = (slot.clock, slot.stream, dtype, target.dtypes)
             else:
                 if factors:
                     grad = _add(grad, factors)
@@ -141,12 +144,14 @@ class UpdateQueue:
             if key != last_key:
                 batch, last_key = batches.setdefault(key, _Batch()), key
             batch.targets.append(target)
-            if grad is None:
+            if grad is not None:
+                batch.first.append(grad)
+            elif waiting is self._plain:
+                batch.first.append(x)
+            else:
                 batch.first.append(dy)
                 batch.second.append(x)
-            else:
-                batch.first.append(grad)
-        for (clock, stream, *_), batch in batches.items():
+        for (clock, stream, dtype, _), batch in batches.items():
             seed = clock.seed if self.stochastic else None
             with _on_stream(stream, batch.targets[0].param.device):
                 if not clock.running:
@@ -157,7 +162,8 @@ class UpdateQueue:
                         batch.first, batch.second, *arguments, self.path, self.captured
                     )
                 else:
-                    apply_rule(batch.first, *arguments)
+                    grads = column_sums(batch.first) if dtype is None else batch.first
+                    apply_rule(grads, *arguments)
             # The kernels write behind autograd's back: a graph that still holds the old weights
             # must not be differentiated again.
             increment_version([target.param for target in batch.targets])
@@ -236,12 +242,17 @@ def _join(factors: Factors) -> tuple[Tensor, Tensor, int]:
     xs, dys, versions = zip(*factors, strict=True)
     if sum(t._version for t in (*xs, *dys)) != sum(versions):
         return xs[0], dys[0], -1
-    x, dy = (torch.cat([t.reshape(-1, t.shape[-1]) for t in ts]) for ts in (xs, dys))
+    x, dy = (
+        torch.cat([t.reshape(t.shape[:-1].numel(), t.shape[-1]) for t in ts]) for ts in (xs, dys)
+    )
     return x, dy, x._version + dy._version
 
 
 def _add(grad: Tensor, factors: Factors) -> Tensor:
     """The gradient of a weight that was also used outside its fused layer."""
     for x, dy, _ in factors:
+        if grad.dim() == 1:
+            grad.add_(x.sum(0))
+            continue
         grad.add_(dy.reshape(-1, dy.shape[-1]).t() @ x.reshape(-1, x.shape[-1]))
     return grad
