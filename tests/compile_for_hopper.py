@@ -101,7 +101,8 @@ def model_kernel(kernel: Any, tile: dict[str, int], **constants: Any) -> dict[st
         "parts_ptr": "*fp32",
         "lse_ptr": "*fp32",
         "target_ptr": "*fp32",
-        "scale_ptr": "*fp32",
+        "count_ptr": "*fp32",
+        "dloss_ptr": "*fp32",
         "labels_ptr": "*i64",
         "table_ptr": "*i64",
         "eps": "fp32",
@@ -155,6 +156,7 @@ def model_kernels() -> dict[str, dict[str, int]]:
             LSE=bool(lse),
             GRAD=bool(grad),
             CONTINUED=bool(continued),
+            **({} if grad and not lse else {"dloss_ptr": None}),
         )
     tile = column_sum._TILE
     found["model column_sum"] = model_kernel(column_sum._column_sum_kernel, tile, C=1024)
