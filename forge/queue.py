@@ -32,7 +32,7 @@ class _Waiting:
 
 @dataclass
 class _Batch:
-    """What one launch takes: gradients, or their parts, or output gradients and inputs."""
+    """What one launch takes: gradients, or output gradients and inputs (parts, of vectors)."""
 
     targets: list[Target] = field(default_factory=list)
     first: list[Tensor] = field(default_factory=list)
@@ -134,7 +134,7 @@ class UpdateQueue:
                 x, dy, version = factors[0] if len(factors) == 1 else _join(factors)
                 if x._version + dy._version != version:
                     _refuse_changed(slot)
-                # No dtype of output gradients: these are parts, which are still to be summed.
+                # Parts of a vector's gradient, x, have no output gradient.
                 dtype = dy.dtype if waiting is self._fused else None
                 key = (slot.clock, slot.stream, dtype, target.dtypes)
             else:
@@ -144,14 +144,12 @@ class UpdateQueue:
             if key != last_key:
                 batch, last_key = batches.setdefault(key, _Batch()), key
             batch.targets.append(target)
-            if grad is not None:
-                batch.first.append(grad)
-            elif waiting is self._plain:
-                batch.first.append(x)
-            else:
+            if grad is None:
                 batch.first.append(dy)
                 batch.second.append(x)
-        for (clock, stream, dtype, _), batch in batches.items():
+            else:
+                batch.first.append(grad)
+        for (clock, stream, *_), batch in batches.items():
             seed = clock.seed if self.stochastic else None
             with _on_stream(stream, batch.targets[0].param.device):
                 if not clock.running:
@@ -162,7 +160,7 @@ class UpdateQueue:
                         batch.first, batch.second, *arguments, self.path, self.captured
                     )
                 else:
-                    grads = column_sums(batch.first) if dtype is None else batch.first
+                    grads = column_sums(batch.second) if batch.second else batch.first
                     apply_rule(grads, *arguments)
             # The kernels write behind autograd's back: a graph that still holds the old weights
             # must not be differentiated again.
