@@ -128,19 +128,19 @@ class Slot:
         return True
 
 
+def slot_of(param: Tensor | None) -> Slot | None:
+    """The slot of ``param``, when an optimizer of this package holds it."""
+    reference = _SLOTS.get(id(param))
+    slot = reference() if reference is not None else None
+    return slot if slot is not None and slot.param is param else None
+
+
 def collector(param: Tensor | None) -> Callable[[Tensor], bool] | None:
     """Takes parts [P, K], fp32, whose rows add up to the gradient of the vector ``param`` [K]."""
     slot = slot_of(param)
     if slot is None or slot.node is None:
         return None
     return lambda parts: slot.collect(parts, parts[:, :0])
-
-
-def slot_of(param: Tensor | None) -> Slot | None:
-    """The slot of ``param``, when an optimizer of this package holds it."""
-    reference = _SLOTS.get(id(param))
-    slot = reference() if reference is not None else None
-    return slot if slot is not None and slot.param is param else None
 
 
 class LinearFunction(torch.autograd.Function):
