@@ -517,15 +517,8 @@ def _check(
             raise ValueError(f"{name}: {tuple(x.shape)} must be [B, T, heads * {size}]")
     batch, tokens, _ = q[1].shape
     for name, table in (("cos", cos), ("sin", sin)):
-        if (
-            table.dim() != 3
-            or table.shape[0] not in (1, batch)
-            or table.shape[1:]
-            != (
-                tokens,
-                size,
-            )
-        ):
+        fits = table.dim() == 3 and table.shape[0] in (1, batch)
+        if not fits or table.shape[1:] != (tokens, size):
             raise ValueError(
                 f"{name}: {tuple(table.shape)} must be [1 or {batch}, {tokens}, {size}]"
             )
