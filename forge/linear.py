@@ -10,6 +10,7 @@ and every input gradient has read the old weight. That moment triggers the updat
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -21,7 +22,7 @@ from torch.autograd.graph import get_gradient_edge
 from forge.deferred import AppliedGradient, DeferredGradient
 
 # Inputs x [..., K] and output gradients dy [..., N] whose products dy^T x add up to a gradient, and
-# the sum of their versions.
+# the sum of their versions. Of a vector: parts x [P, K] whose rows add up to it; dy has no columns.
 Factors = list[tuple[Tensor, Tensor, int]]
 
 _SLOTS: dict[int, weakref.ref[Slot]] = {}
@@ -154,6 +155,15 @@ def slot_of(param: Tensor | None) -> Slot | None:
     reference = _SLOTS.get(id(param))
     slot = reference() if reference is not None else None
     return slot if slot is not None and slot.param is param else None
+
+
+def collector(param: Tensor | None) -> Callable[[Tensor], bool] | None:
+    """Takes parts [P, K], fp32, whose rows add up to the gradient of the vector ``param`` [K]."""
+    slot = slot_of(param)
+    # With `update="step"` a vector's gradient is stored, as it is small.
+    if slot is None or slot.node is None or slot.deferred:
+        return None
+    return lambda parts: slot.collect(parts, parts[:, :0])
 
 
 class LinearFunction(torch.autograd.Function):

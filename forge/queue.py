@@ -14,6 +14,7 @@ from torch.autograd.graph import increment_version
 
 from forge.deferred import DeferredGradient, refuse_second_backward
 from forge.kernels.apply_rule import apply_rule
+from forge.kernels.column_sum import column_sums
 from forge.kernels.target import Target
 from forge.kernels.wgrad_auto import wgrad_update_auto
 from forge.linear import Factors, Slot
@@ -33,7 +34,7 @@ class _Waiting:
 
 @dataclass
 class _Batch:
-    """What one launch takes: gradients, or output gradients and inputs."""
+    """What one launch takes: gradients, or output gradients and inputs (parts, of vectors)."""
 
     targets: list[Target] = field(default_factory=list)
     first: list[Tensor] = field(default_factory=list)
@@ -118,7 +119,7 @@ class UpdateQueue:
             grad = slot.take(grad)
         factors, slot.factors = slot.factors, []
         if grad is None:
-            waiting = self._fused
+            waiting = self._plain if slot.param.dim() == 1 else self._fused
             for x, dy, _ in factors:
                 waiting.bytes += x.nbytes + dy.nbytes
         else:
@@ -175,7 +176,9 @@ class UpdateQueue:
                 x, dy, version = factors[0] if len(factors) == 1 else _join(factors)
                 if x._version + dy._version != version:
                     _refuse_changed(slot)
-                key = (slot.clock, slot.stream, dy.dtype, target.dtypes)
+                # Parts of a vector's gradient, x, have no output gradient.
+                dtype = dy.dtype if waiting is self._fused else None
+                key = (slot.clock, slot.stream, dtype, target.dtypes)
             else:
                 if factors:
                     grad = _add(grad, factors)
@@ -202,7 +205,8 @@ class UpdateQueue:
                         batch.first, batch.second, *arguments, self.path, self.captured
                     )
                 else:
-                    apply_rule(batch.first, *arguments)
+                    grads = column_sums(batch.second) if batch.second else batch.first
+                    apply_rule(grads, *arguments)
             # The kernels write behind autograd's back: a graph that still holds the old weights
             # must not be differentiated again.
             increment_version([target.param for target in batch.targets])
@@ -287,12 +291,17 @@ def _join(factors: Factors) -> tuple[Tensor, Tensor, int]:
     xs, dys, versions = zip(*factors, strict=True)
     if sum(t._version for t in (*xs, *dys)) != sum(versions):
         return xs[0], dys[0], -1
-    x, dy = (torch.cat([t.reshape(-1, t.shape[-1]) for t in ts]) for ts in (xs, dys))
+    x, dy = (
+        torch.cat([t.reshape(t.shape[:-1].numel(), t.shape[-1]) for t in ts]) for ts in (xs, dys)
+    )
     return x, dy, x._version + dy._version
 
 
 def _add(grad: Tensor, factors: Factors) -> Tensor:
     """The gradient of a weight that was also used outside its fused layer."""
     for x, dy, _ in factors:
+        if grad.dim() == 1:
+            grad.add_(x.sum(0))
+            continue
         grad.add_(dy.reshape(-1, dy.shape[-1]).t() @ x.reshape(-1, x.shape[-1]))
     return grad

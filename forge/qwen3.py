@@ -33,7 +33,7 @@ from forge.kernels.linear_cross_entropy import linear_cross_entropy
 from forge.kernels.qk_norm_rope import qk_norm_rope, qkv_norm_rope
 from forge.kernels.rms_norm import add_rms_norm, rms_norm
 from forge.kernels.swiglu import packed_swiglu, swiglu
-from forge.linear import ForgeLinear, slot_of
+from forge.linear import ForgeLinear, collector, slot_of
 from forge.packed_linear import is_plain, packed_linear, plain_weight
 
 # Logits of up to so many bytes are kept (4,096 tokens of Qwen3 in bf16: 1.2 GB); larger ones are
@@ -52,11 +52,13 @@ class ForgeQwen3RMSNorm(Qwen3RMSNorm):
         norm, y, state = hidden_states.__dict__.pop("_forge_normed", (None, None, None))
         if norm is self and state == _state(hidden_states):
             return y
-        return rms_norm(hidden_states, self.weight, self.variance_epsilon)
+        weight = self.weight
+        return rms_norm(hidden_states, weight, self.variance_epsilon, collect=collector(weight))
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
         """``x + residual``, which carries its normalised form to the call of this norm."""
-        y, h = add_rms_norm(x, residual, self.weight, self.variance_epsilon)
+        weight = self.weight
+        y, h = add_rms_norm(x, residual, weight, self.variance_epsilon, collect=collector(weight))
         h._forge_normed = (self, y, _state(h))  # type: ignore[attr-defined]
         return h
 
@@ -105,15 +107,16 @@ class ForgeQwen3Attention(Qwen3Attention):
         kwargs.pop("cache", None)
         kwargs.pop("past_key_values", None)
         weights = (self.q_norm.weight, self.k_norm.weight)
+        collect = (collector(weights[0]), collector(weights[1]))
         eps = self.q_norm.variance_epsilon
         cos, sin = position_embeddings
         qkv = packed_linear(hidden_states, (self.q_proj, self.k_proj, self.v_proj))
         if qkv is not None:
             heads = self.q_proj.out_features // self.head_dim
-            q, k, v = qkv_norm_rope(qkv, *weights, cos, sin, heads, eps)
+            q, k, v = qkv_norm_rope(qkv, *weights, cos, sin, heads, eps, collect=collect)
         else:
             q, k = self.q_proj(hidden_states), self.k_proj(hidden_states)
-            q, k = qk_norm_rope(q, k, *weights, cos, sin, eps)
+            q, k = qk_norm_rope(q, k, *weights, cos, sin, eps, collect=collect)
             v = self.v_proj(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         attend: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward

@@ -44,9 +44,10 @@ def linear_cross_entropy_reference(
 def _cross_entropy_kernel(
     z_ptr,  # [T, columns]; with GRAD overwritten by its gradient
     labels_ptr,
-    lse_ptr,  # fp32 [T]: of the columns before, then of these too
-    target_ptr,  # fp32 [T]: the label's logit
-    scale_ptr,  # fp32 []: factor of the gradient
+    lse_ptr,  # fp32 [T]: of the columns before, then of these too; 0 where the label is ignored
+    target_ptr,  # fp32 [T]: the label's logit; 0 where it is ignored
+    count_ptr,  # fp32 []: the gradient is divided by it
+    dloss_ptr,  # fp32 [] or None: and multiplied by this
     pitch,
     first,  # the vocabulary entry of column 0
     columns,
@@ -72,7 +73,7 @@ def _cross_entropy_kernel(
             total = tl.where(column == 0, 1.0, 0.0)
         else:
             # NaN, and so it stays, if no slice holds the label.
-            tl.store(target_ptr + row, target)
+            tl.store(target_ptr + row, tl.where(valid, target, 0.0))
             largest = float("-inf")
             total = tl.zeros((BLOCK,), dtype=tl.float32)
         for start in range(0, end, BLOCK):
@@ -81,12 +82,16 @@ def _cross_entropy_kernel(
             larger = tl.maximum(largest, tl.max(z, axis=0))
             total = total * tl.exp(largest - larger) + tl.exp(z - larger)
             largest = larger
-        lse = largest + tl.log(tl.sum(total, axis=0))
+        lse = tl.where(valid, largest + tl.log(tl.sum(total, axis=0)), 0.0)
         tl.store(lse_ptr + row, lse)
     else:
         lse = tl.load(lse_ptr + row)
     if GRAD:
-        scale = tl.load(scale_ptr)
+        count = tl.load(count_ptr)
+        # Where nothing is counted there are no gradients, not NaN.
+        scale = tl.where(count == 0, 0.0, 1.0 / count)
+        if dloss_ptr is not None:
+            scale *= tl.load(dloss_ptr)
         for start in range(0, columns, BLOCK):
             mask = start + column < columns
             z = tl.load(z_ptr + start + column, start + column < end, other=0.0).to(tl.float32)
@@ -101,7 +106,8 @@ def _cross_entropy(
     labels: Tensor,
     lse: Tensor,
     target: Tensor,
-    scale: Tensor,
+    count: Tensor,
+    dloss: Tensor | None,
     first: int,
     ignore_index: int,
     lse_pass: bool,
@@ -117,7 +123,8 @@ def _cross_entropy(
             labels,
             lse,
             target,
-            scale,
+            count,
+            dloss,
             z.stride(0),
             first,
             columns,
@@ -136,11 +143,6 @@ def _scaled(t: Tensor, factor: Tensor) -> Tensor:
     return torch.mul(t, factor.view(1, 1), out=torch.empty_like(t))
 
 
-def _reciprocal(count: Tensor) -> Tensor:
-    """``1 / count``, and 0 where nothing is counted: there are no gradients then, not NaN."""
-    return torch.where(count == 0, 0.0, 1.0 / count)
-
-
 class LinearCrossEntropyFunction(torch.autograd.Function):
     """The loss; between forward and backward the logits hold their own gradient."""
 
@@ -150,12 +152,11 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         lse, target = _row_sums(hidden)
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         grad = need_hidden or need_weight
-        scale = _reciprocal(count)
-        _cross_entropy(z, labels, lse, target, scale, 0, ignore_index, True, grad)
+        _cross_entropy(z, labels, lse, target, count, None, 0, ignore_index, True, grad)
         if grad:
             ctx.save_for_backward(hidden, weight, z)
         ctx.collect = collect
-        return torch.where(labels != ignore_index, lse - target, 0.0).sum() / count
+        return (lse - target).sum() / count
 
     @staticmethod
     @once_differentiable
@@ -180,23 +181,24 @@ class ChunkedLinearCrossEntropyFunction(torch.autograd.Function):
         lse, target = _row_sums(hidden)
         for first in range(0, weight.shape[0], chunk):
             z = F.linear(hidden, weight[first : first + chunk])
-            _cross_entropy(z, labels, lse, target, count, first, ignore_index, True, False)
+            _cross_entropy(z, labels, lse, target, count, None, first, ignore_index, True, False)
         ctx.save_for_backward(hidden, weight, labels, count, lse, target)
         ctx.ignore_index, ctx.chunk = ignore_index, chunk
-        return torch.where(labels != ignore_index, lse - target, 0.0).sum() / count
+        return (lse - target).sum() / count
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dloss: Tensor):
         hidden, weight, labels, count, lse, target = ctx.saved_tensors
         need_hidden, need_weight = ctx.needs_input_grad[:2]
-        scale = dloss * _reciprocal(count)
         dhidden = torch.zeros_like(hidden, dtype=torch.float32) if need_hidden else None
         dweight = torch.empty_like(weight) if need_weight else None
         for first in range(0, weight.shape[0], ctx.chunk):
             part = weight[first : first + ctx.chunk]
             dz = F.linear(hidden, part)
-            _cross_entropy(dz, labels, lse, target, scale, first, ctx.ignore_index, False, True)
+            _cross_entropy(
+                dz, labels, lse, target, count, dloss, first, ctx.ignore_index, False, True
+            )
             if dhidden is not None:
                 dhidden += torch.matmul(dz, part)
             if dweight is not None:
@@ -260,7 +262,7 @@ def linear_cross_entropy(
     if not runs_triton(hidden):
         return linear_cross_entropy_reference(hidden, weight, labels, count, ignore_index)
     if count is None:
-        count = (labels != ignore_index).sum().float()
+        count = (labels != ignore_index).sum(dtype=torch.float32)
     # In fp16 the gradient of a logit needs the loss scale that arrives with backward.
     if chunk is None and hidden.dtype == torch.float16:
         chunk = weight.shape[0]

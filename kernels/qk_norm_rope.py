@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from forge.kernels.column_sum import column_sum
+from forge.kernels.column_sum import Collect, column_sum
 from forge.kernels.rms_norm import rms_norm_reference
 from forge.kernels.runtime import (
     as_rows,
@@ -100,11 +100,14 @@ def _qk_norm_rope_fwd_kernel(
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    b = tl.program_id(0) // T
+    t = (tl.program_id(0) - b * T).to(tl.int64)
+    b = b.to(tl.int64)
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     c = tl.arange(0, BLOCK)[None, :]
-    cos_ptr += row // T * cos_batch + row % T * cos_pitch
-    sin_ptr += row // T * sin_batch + row % T * sin_pitch
+    cos_ptr += b * cos_batch + t * cos_pitch
+    sin_ptr += b * sin_batch + t * sin_pitch
     rotation = _rotation(cos_ptr, sin_ptr, c, c < D // 2, D)
     q_parts: tl.constexpr = (H + HEADS - 1) // HEADS
     if part < q_parts:
@@ -149,9 +152,54 @@ def _backward_heads(grads, x_ptr, w_ptr, dx_ptr, rotation, dw, h, c, mask, eps, 
 
 
 @triton.jit
-def _store_partials(partials_ptr, dw, c, D: tl.constexpr):
-    tl.store(partials_ptr + c, tl.sum(dw[0], axis=0)[None, :], c < D // 2)
-    tl.store(partials_ptr + c + D // 2, tl.sum(dw[1], axis=0)[None, :], c < D // 2)
+def _backward_part(
+    grad,  # the gradient of the output, then its strides by batch, head and token
+    x,  # the input, and its pitch
+    dx,
+    values,  # gradient and target of the values of these heads, as grad and dx; or empty
+    w_ptr,
+    cos,  # the table, and its strides by batch and token
+    sin,
+    parts_ptr,  # of this program
+    T,
+    rows,
+    eps,
+    FIRST,
+    COUNT: tl.constexpr,
+    D: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Heads FIRST to FIRST + HEADS of every so many tokens."""
+    c = tl.arange(0, BLOCK)[None, :]
+    h = FIRST + tl.arange(0, HEADS)[:, None]
+    mask = (h < COUNT) & (c < D // 2)
+    dw_a = tl.zeros((HEADS, BLOCK), dtype=tl.float32)
+    dw_b = tl.zeros((HEADS, BLOCK), dtype=tl.float32)
+    for row in range(tl.program_id(0), rows, tl.num_programs(0)):
+        # In 32 bits: a division in 64 takes a hundred instructions.
+        b = row // T
+        t = (row - b * T).to(tl.int64)
+        b = b.to(tl.int64)
+        row = tl.cast(row, tl.int64)
+        if len(values) > 0:
+            v, dv = values
+            v_ptr = v[0] + b * v[1] + t * v[3] + h.to(tl.int64) * v[2] + c
+            dv_ptr = dv[0] + row * dv[1] + h * D + c
+            v_a = tl.load(v_ptr, mask)
+            v_b = tl.load(v_ptr + D // 2, mask)
+            tl.store(dv_ptr, v_a, mask)
+            tl.store(dv_ptr + D // 2, v_b, mask)
+        cos_ptr = cos[0] + b * cos[1] + t * cos[2]
+        sin_ptr = sin[0] + b * sin[1] + t * sin[2]
+        rotation = _rotation(cos_ptr, sin_ptr, c, c < D // 2, D)
+        grads = (grad[0] + b * grad[1] + t * grad[3], grad[2])
+        x_ptr, dx_ptr = x[0] + row * x[1], dx[0] + row * dx[1]
+        dw_a, dw_b = _backward_heads(
+            grads, x_ptr, w_ptr, dx_ptr, rotation, (dw_a, dw_b), h, c, mask, eps, D
+        )
+    tl.store(parts_ptr + c, tl.sum(dw_a, axis=0)[None, :], c < D // 2)
+    tl.store(parts_ptr + c + D // 2, tl.sum(dw_b, axis=0)[None, :], c < D // 2)
 
 
 @triton.jit(do_not_specialize=["T", "rows"])
@@ -168,7 +216,7 @@ def _qk_norm_rope_bwd_kernel(
     dq_in_ptr,
     dk_in_ptr,
     dv_in_ptr,
-    partials_ptr,  # fp32 [programs, 2D]: of the weight of q, of k
+    parts_ptr,  # fp32 [programs, D]: of the weight of q, then of k
     T,
     rows,
     dq_batch,
@@ -197,46 +245,35 @@ def _qk_norm_rope_bwd_kernel(
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    c = tl.arange(0, BLOCK)[None, :]
-    zeros = tl.zeros((HEADS, BLOCK), dtype=tl.float32)
-    dw_q, dw_k = (zeros, zeros), (zeros, zeros)
-    for token in range(tl.program_id(0), rows, tl.num_programs(0)):
-        row = tl.cast(token, tl.int64)
-        b, t = row // T, row % T
-        cos_token = cos_ptr + b * cos_batch + t * cos_pitch
-        sin_token = sin_ptr + b * sin_batch + t * sin_pitch
-        rotation = _rotation(cos_token, sin_token, c, c < D // 2, D)
-        # No unrolled loops: they took 255 registers, and spilled with 32 heads.
-        grad_ptr, x_ptr = dq_ptr + b * dq_batch + t * dq_token, q_in_ptr + row * q_pitch
-        dx_ptr = dq_in_ptr + row * dq_in_pitch
-        for first in range(0, H, HEADS):
-            h = first + tl.arange(0, HEADS)[:, None]
-            mask = (h < H) & (c < D // 2)
-            grads = (grad_ptr, dq_head)
-            dw_q = _backward_heads(
-                grads, x_ptr, q_weight_ptr, dx_ptr, rotation, dw_q, h, c, mask, eps, D
-            )
-        grad_ptr, x_ptr = dk_ptr + b * dk_batch + t * dk_token, k_in_ptr + row * k_pitch
-        dx_ptr = dk_in_ptr + row * dk_in_pitch
-        for first in range(0, K, HEADS):
-            h = first + tl.arange(0, HEADS)[:, None]
-            mask = (h < K) & (c < D // 2)
-            grads = (grad_ptr, dk_head)
-            dw_k = _backward_heads(
-                grads, x_ptr, k_weight_ptr, dx_ptr, rotation, dw_k, h, c, mask, eps, D
-            )
-            if VALUES:
-                source = dv_ptr + b * dv_batch + t * dv_token + h.to(tl.int64) * dv_head + c
-                target = dv_in_ptr + row * dv_in_pitch + h * D + c
-                tl.store(target, tl.load(source, mask), mask)
-                tl.store(target + D // 2, tl.load(source + D // 2, mask), mask)
-    partials_ptr += tl.program_id(0) * (2 * D)
-    _store_partials(partials_ptr, dw_q, c, D)
-    _store_partials(partials_ptr + D, dw_k, c, D)
+    part = tl.program_id(1)
+    parts_ptr += (part * tl.num_programs(0) + tl.program_id(0)) * D
+    cos = (cos_ptr, cos_batch, cos_pitch)
+    sin = (sin_ptr, sin_batch, sin_pitch)
+    q_parts: tl.constexpr = (H + HEADS - 1) // HEADS
+    if part < q_parts:
+        grad, x = (dq_ptr, dq_batch, dq_head, dq_token), (q_in_ptr, q_pitch)
+        _backward_part(
+            grad, x, (dq_in_ptr, dq_in_pitch), (), q_weight_ptr, cos, sin, parts_ptr,
+            T, rows, eps, part * HEADS, H, D, HEADS, BLOCK,
+        )  # fmt: skip
+    else:
+        grad, x = (dk_ptr, dk_batch, dk_head, dk_token), (k_in_ptr, k_pitch)
+        values = ()
+        if VALUES:
+            values = ((dv_ptr, dv_batch, dv_head, dv_token), (dv_in_ptr, dv_in_pitch))
+        _backward_part(
+            grad, x, (dk_in_ptr, dk_in_pitch), values, k_weight_ptr, cos, sin, parts_ptr,
+            T, rows, eps, (part - q_parts) * HEADS, K, D, HEADS, BLOCK,
+        )  # fmt: skip
 
 
-def _tile(head_dim: int) -> dict[str, int]:
-    return dict(HEADS=_HEADS, BLOCK=power_of_2(head_dim // 2), num_warps=2)
+def _tile(head_dim: int, warps: int) -> dict[str, int]:
+    return dict(HEADS=_HEADS, BLOCK=power_of_2(head_dim // 2), num_warps=warps)
+
+
+# 16 bytes an access in forward. In backward that takes 136 registers a thread and leaves room for
+# 14 warps a multiprocessor; 8 bytes take 56 and leave room for 36.
+_FORWARD_WARPS, _BACKWARD_WARPS = 2, 4
 
 
 def qk_norm_rope_forward(
@@ -272,7 +309,7 @@ def qk_norm_rope_forward(
                 H=heads,
                 K=kv_heads,
                 D=size,
-                **_tile(size),
+                **_tile(size, _FORWARD_WARPS),
             )
     return q_out.transpose(1, 2), k_out.transpose(1, 2)
 
@@ -286,7 +323,7 @@ def qk_norm_rope_backward(
     cos: Tensor,
     sin: Tensor,
     eps: float,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """Write the gradients of q and k, copy that of v, by one kernel.
 
     Args:
@@ -296,20 +333,22 @@ def qk_norm_rope_backward(
             pitch.
 
     Returns:
-        [2D] in the dtype of ``q_weight``: its gradient and that of ``k_weight``.
+        fp32 [P, D] whose rows add up to the gradient of ``q_weight``, and the same of ``k_weight``.
     """
     batch, heads, tokens, size = grads[0].shape
     grads = tuple(g if g.stride(-1) == 1 else g.contiguous() for g in grads)
     q_rows, k_rows = map(as_rows, inputs)
     written = tuple(map(as_rows, outputs))
     cos, sin = _batched(cos, batch), _batched(sin, batch)
-    # Four programs of two warps a multiprocessor hide each other's loads.
-    programs = max(1, min(batch * tokens, 4 * processors(q_rows)))
-    partials = torch.empty((programs, 2 * size), dtype=torch.float32, device=q_rows.device)
+    groups = [-(-n // _HEADS) for n in (heads, grads[1].shape[1])]
+    # Eight programs a multiprocessor, all of which run at once.
+    programs = max(1, min(batch * tokens, 8 * processors(q_rows) // sum(groups)))
+    counts = [programs * n for n in groups]
+    parts = torch.empty((sum(counts), size), dtype=torch.float32, device=q_rows.device)
     triple = (*grads, grads[-1])[:3]
     targets = (*written, written[-1])[:3]
     with on_device(q_rows):
-        _qk_norm_rope_bwd_kernel[(programs,)](
+        _qk_norm_rope_bwd_kernel[(programs, sum(groups))](
             *triple,
             q_rows,
             k_rows,
@@ -318,7 +357,7 @@ def qk_norm_rope_backward(
             cos,
             sin,
             *targets,
-            partials,
+            parts,
             max(1, tokens),
             batch * tokens,
             *(stride for g in triple for stride in g.stride()[:3]),
@@ -332,9 +371,10 @@ def qk_norm_rope_backward(
             K=grads[1].shape[1],
             D=size,
             VALUES=len(grads) == 3,
-            **_tile(size),
+            **_tile(size, _BACKWARD_WARPS),
         )
-    return column_sum(partials, q_weight.dtype)
+    q_parts, k_parts = parts.split(counts)
+    return q_parts, k_parts
 
 
 def _batched(table: Tensor, batch: int) -> Tensor:
@@ -347,9 +387,11 @@ class QKNormRopeFunction(torch.autograd.Function):
     """q and k, or q, k and v of a packed qkv, from ``projections``."""
 
     @staticmethod
-    def forward(ctx, q_weight, k_weight, cos, sin, eps: float, sizes, *projections: Tensor):
+    def forward(
+        ctx, q_weight, k_weight, cos, sin, eps: float, sizes, collect, *projections: Tensor
+    ):
         ctx.save_for_backward(q_weight, k_weight, cos, sin, *projections)
-        ctx.eps, ctx.sizes = eps, sizes
+        ctx.eps, ctx.sizes, ctx.collect = eps, sizes, collect
         parts = projections if sizes is None else projections[0].split(sizes, dim=-1)
         q, k = qk_norm_rope_forward(parts[0], parts[1], q_weight, k_weight, cos, sin, eps)
         if sizes is None:
@@ -366,11 +408,15 @@ class QKNormRopeFunction(torch.autograd.Function):
         if ctx.sizes is not None:
             parts = projections[0].split(ctx.sizes, dim=-1)
             outputs = results[0].split(ctx.sizes, dim=-1)
-        dw = qk_norm_rope_backward(
+        sums = qk_norm_rope_backward(
             grads, (parts[0], parts[1]), tuple(outputs), q_weight, k_weight, cos, sin, ctx.eps
         )
-        dw_q, dw_k = dw.chunk(2)
-        return dw_q, dw_k.to(k_weight.dtype), None, None, None, None, *results
+        dws: list[Tensor | None] = [None, None]
+        for i, weight in enumerate((q_weight, k_weight)):
+            collect = ctx.collect[i]
+            if ctx.needs_input_grad[i] and (collect is None or not collect(sums[i])):
+                dws[i] = column_sum(sums[i], weight.dtype)
+        return *dws, None, None, None, None, None, *results
 
 
 def qk_norm_rope(
@@ -381,6 +427,8 @@ def qk_norm_rope(
     cos: Tensor,
     sin: Tensor,
     eps: float = 1e-6,
+    *,
+    collect: tuple[Collect | None, Collect | None] = (None, None),
 ) -> tuple[Tensor, Tensor]:
     """Normalised and rotated queries and keys.
 
@@ -390,6 +438,8 @@ def qk_norm_rope(
         q_weight, k_weight: [D], the norms' weights, D even.
         cos, sin: [1 or B, T, D], of each token's position; no gradient.
         eps: of the norms.
+        collect: for each weight: given parts, fp32 [P, D], whose rows add up to its gradient,
+            during backward, may take them and return True: then none is formed. On a GPU.
 
     Returns:
         q [B, H, T, D] and k [B, K, T, D] in the promoted dtype of ``q`` and ``q_weight``.
@@ -403,7 +453,7 @@ def qk_norm_rope(
             norm_rope_reference(q, q_weight, cos, sin, eps),
             norm_rope_reference(k, k_weight, cos, sin, eps),
         )
-    return QKNormRopeFunction.apply(q_weight, k_weight, cos, sin, eps, None, q, k)
+    return QKNormRopeFunction.apply(q_weight, k_weight, cos, sin, eps, None, collect, q, k)
 
 
 def qkv_norm_rope(
@@ -414,6 +464,8 @@ def qkv_norm_rope(
     sin: Tensor,
     q_heads: int,
     eps: float = 1e-6,
+    *,
+    collect: tuple[Collect | None, Collect | None] = (None, None),
 ) -> tuple[Tensor, Tensor, Tensor]:
     """:func:`qk_norm_rope` of a packed projection; its gradient is one tensor again.
 
@@ -443,7 +495,7 @@ def qkv_norm_rope(
             norm_rope_reference(k, k_weight, cos, sin, eps),
             v.unflatten(-1, (-1, size)).transpose(1, 2),
         )
-    return QKNormRopeFunction.apply(q_weight, k_weight, cos, sin, eps, sizes, qkv)
+    return QKNormRopeFunction.apply(q_weight, k_weight, cos, sin, eps, sizes, collect, qkv)
 
 
 def _check(
@@ -465,15 +517,8 @@ def _check(
             raise ValueError(f"{name}: {tuple(x.shape)} must be [B, T, heads * {size}]")
     batch, tokens, _ = q[1].shape
     for name, table in (("cos", cos), ("sin", sin)):
-        if (
-            table.dim() != 3
-            or table.shape[0] not in (1, batch)
-            or table.shape[1:]
-            != (
-                tokens,
-                size,
-            )
-        ):
+        fits = table.dim() == 3 and table.shape[0] in (1, batch)
+        if not fits or table.shape[1:] != (tokens, size):
             raise ValueError(
                 f"{name}: {tuple(table.shape)} must be [1 or {batch}, {tokens}, {size}]"
             )

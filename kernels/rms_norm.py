@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from forge.kernels.column_sum import column_sum
+from forge.kernels.column_sum import Collect, column_sum
 from forge.kernels.runtime import (
     as_rows,
     on_device,
@@ -85,7 +85,7 @@ def _rms_norm_bwd_kernel(
     h_ptr,
     w_ptr,
     dx_ptr,
-    partials_ptr,  # fp32 [programs, C]
+    parts_ptr,  # fp32 [programs, C]
     rows,
     dy_pitch,
     dh_pitch,
@@ -117,13 +117,13 @@ def _rms_norm_bwd_kernel(
         if DW:
             dw += dy * n
     if DW:
-        tl.store(partials_ptr + pid * C + c, tl.sum(dw, axis=0)[None, :], c < C)
+        tl.store(parts_ptr + pid * C + c, tl.sum(dw, axis=0)[None, :], c < C)
 
 
-def _tile(columns: int) -> dict[str, int]:
-    """Whole rows, at least 2,048 elements: 16 a thread, 256 programs for 512 rows of 1,024."""
+def _tile(columns: int, elements: int = 2048) -> dict[str, int]:
+    """Whole rows, at least ``elements``: 16 a thread, 256 programs for 512 rows of 1,024."""
     block = power_of_2(columns)
-    rows = max(1, 2048 // block)
+    rows = max(1, elements // block)
     return dict(ROWS=rows, BLOCK=block, num_warps=min(16, max(4, rows * block // 512)))
 
 
@@ -160,17 +160,18 @@ def rms_norm_forward(
 def rms_norm_backward(
     dy: Tensor, dh: Tensor | None, h: Tensor, weight: Tensor, eps: float, need_weight: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """``(dx, dw)`` by the kernel: ``dx`` in the dtype of ``h``, ``dw`` in that of ``weight``."""
+    """``dx`` in the dtype of ``h``, and fp32 [P, C] whose rows add up to ``dw``, by the kernel."""
     rows, dys = as_rows(h), as_rows(dy)
     dhs = as_rows(dh) if dh is not None else dys
     columns = h.shape[-1]
-    tile = _tile(columns)
+    # Twice forward's, for every program leaves a row of parts: half as many of them to write and add.
+    tile = _tile(columns, 4096)
     dx = torch.empty(h.shape, dtype=h.dtype, device=h.device)
     # Two programs a multiprocessor hide each other's loads.
     programs = max(1, min(-(-rows.shape[0] // tile["ROWS"]), 2 * processors(h)))
-    partials = dx
+    parts = None
     if need_weight:
-        partials = torch.empty((programs, columns), dtype=torch.float32, device=h.device)
+        parts = torch.empty((programs, columns), dtype=torch.float32, device=h.device)
     with on_device(h):
         _rms_norm_bwd_kernel[(programs,)](
             dys,
@@ -178,7 +179,7 @@ def rms_norm_backward(
             rows,
             weight.contiguous(),
             dx,
-            partials,
+            dx if parts is None else parts,
             rows.shape[0],
             dys.stride(0),
             dhs.stride(0),
@@ -189,17 +190,19 @@ def rms_norm_backward(
             DW=need_weight,
             **tile,
         )
-    return dx, column_sum(partials, weight.dtype) if need_weight else None
+    return dx, parts
 
 
 class RMSNormFunction(torch.autograd.Function):
     """``(y, h)`` of ``x`` and a residual, or ``y`` alone without one."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None):
+    def forward(
+        ctx, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, collect: Collect | None
+    ):
         y, h = rms_norm_forward(x, weight, eps, residual)
         ctx.save_for_backward(h, weight)
-        ctx.eps = eps
+        ctx.eps, ctx.collect = eps, collect
         ctx.dtypes = (x.dtype, residual.dtype if residual is not None else None)
         ctx.set_materialize_grads(False)
         return y if residual is None else (y, h)
@@ -210,21 +213,27 @@ class RMSNormFunction(torch.autograd.Function):
         h, weight = ctx.saved_tensors
         dx, dw = dh, None
         if dy is not None:
-            dx, dw = rms_norm_backward(dy, dh, h, weight, ctx.eps, ctx.needs_input_grad[1])
+            dx, parts = rms_norm_backward(dy, dh, h, weight, ctx.eps, ctx.needs_input_grad[1])
+            if parts is not None and (ctx.collect is None or not ctx.collect(parts)):
+                dw = column_sum(parts, weight.dtype)
         if dx is None:
-            return None, None, None, None
+            return None, None, None, None, None
         x_dtype, residual_dtype = ctx.dtypes
         dresidual = dx.to(residual_dtype) if residual_dtype is not None else None
-        return dx.to(x_dtype), dw, None, dresidual
+        return dx.to(x_dtype), dw, None, dresidual, None
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float = 1e-6, *, collect: Collect | None = None
+) -> Tensor:
     """``weight * x / sqrt(mean(x^2) + eps)``, as ``torch.nn.functional.rms_norm``.
 
     Args:
         x: [..., C], any float dtype and strides.
         weight: [C].
         eps: added to the mean.
+        collect: given parts, fp32 [P, C], whose rows add up to the weight's gradient, during
+            backward, may take them and return True: then no gradient is formed. On a GPU.
 
     Returns:
         [..., C] in the promoted dtype of ``x`` and ``weight``.
@@ -235,11 +244,16 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
     _check_weight(x, weight)
     if not runs_triton(x):
         return rms_norm_reference(x, weight, eps)[0]
-    return RMSNormFunction.apply(x, weight, eps, None)
+    return RMSNormFunction.apply(x, weight, eps, None, collect)
 
 
 def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float = 1e-6,
+    *,
+    collect: Collect | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``h = x + residual`` and its RMSNorm, in one kernel each way.
 
@@ -248,6 +262,7 @@ def add_rms_norm(
         residual: the shape of ``x``.
         weight: [C].
         eps: added to the mean.
+        collect: as in :func:`rms_norm`.
 
     Returns:
         ``(y, h)``, both [..., C]: the normalised sum, and the sum itself.
@@ -260,7 +275,7 @@ def add_rms_norm(
         raise ValueError(f"residual: {tuple(residual.shape)} must be x's {tuple(x.shape)}")
     if not runs_triton(x):
         return rms_norm_reference(x, weight, eps, residual)
-    return RMSNormFunction.apply(x, weight, eps, residual)
+    return RMSNormFunction.apply(x, weight, eps, residual, collect)
 
 
 def _check_weight(x: Tensor, weight: Tensor) -> None:

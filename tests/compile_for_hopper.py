@@ -98,11 +98,13 @@ def model_kernel(kernel: Any, tile: dict[str, int], **constants: Any) -> dict[st
     options = {"num_warps": tile.pop("num_warps")}
     constants |= tile
     types = {
-        "partials_ptr": "*fp32",
+        "parts_ptr": "*fp32",
         "lse_ptr": "*fp32",
         "target_ptr": "*fp32",
-        "scale_ptr": "*fp32",
+        "count_ptr": "*fp32",
+        "dloss_ptr": "*fp32",
         "labels_ptr": "*i64",
+        "table_ptr": "*i64",
         "eps": "fp32",
     }
     signature = {
@@ -123,20 +125,25 @@ def model_kernels() -> dict[str, dict[str, int]]:
     """Of Qwen3-0.6B and, where rows are wider, Qwen3-8B."""
     found = {}
     for width in (128, 1024, 4096):
-        tile = rms_norm._tile(width)
+        tile, larger = rms_norm._tile(width), rms_norm._tile(width, 4096)
         found[f"model rms_norm {width}"] = model_kernel(
             rms_norm._rms_norm_fwd_kernel, tile, C=width, RESIDUAL=True
         )
         found[f"model rms_norm backward {width}"] = model_kernel(
-            rms_norm._rms_norm_bwd_kernel, tile, C=width, DH=True, DW=True
+            rms_norm._rms_norm_bwd_kernel, larger, C=width, DH=True, DW=True
         )
     for heads in (16, 32):
         sizes = dict(H=heads, K=8, D=128)
         found[f"model qk_norm_rope {heads}"] = model_kernel(
-            qk_norm_rope._qk_norm_rope_fwd_kernel, qk_norm_rope._tile(128), **sizes
+            qk_norm_rope._qk_norm_rope_fwd_kernel,
+            qk_norm_rope._tile(128, qk_norm_rope._FORWARD_WARPS),
+            **sizes,
         )
         found[f"model qk_norm_rope backward {heads}"] = model_kernel(
-            qk_norm_rope._qk_norm_rope_bwd_kernel, qk_norm_rope._tile(128), VALUES=True, **sizes
+            qk_norm_rope._qk_norm_rope_bwd_kernel,
+            qk_norm_rope._tile(128, qk_norm_rope._BACKWARD_WARPS),
+            VALUES=True,
+            **sizes,
         )
     tile = dict(BLOCK=1024, num_warps=4)
     found["model swiglu"] = model_kernel(swiglu._swiglu_fwd_kernel, tile, F=3072)
@@ -149,9 +156,13 @@ def model_kernels() -> dict[str, dict[str, int]]:
             LSE=bool(lse),
             GRAD=bool(grad),
             CONTINUED=bool(continued),
+            **({} if grad and not lse else {"dloss_ptr": None}),
         )
-    tile = dict(ROWS=128, BLOCK=16, num_warps=4)
+    tile = column_sum._TILE
     found["model column_sum"] = model_kernel(column_sum._column_sum_kernel, tile, C=1024)
+    found["model column_sums"] = model_kernel(
+        column_sum._column_sums_kernel, tile, ALIGN=16, CAPACITY=target.CAPACITY
+    )
     return found
 
 

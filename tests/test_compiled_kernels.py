@@ -33,9 +33,8 @@ def test_no_kernel_spills(kernels):
 def test_accesses_are_as_wide_as_they_can_be(kernels):
     """Lost alignment hints cost a factor of four once; nothing else would show it."""
     for name, kernel in kernels.items():
-        if not name.startswith(
-            "wgrad_update_hopper"
-        ):  # that one copies by the tensor memory engine
+        # Those that copy by the tensor memory engine, and one that is better off with 8 bytes.
+        if not name.startswith("wgrad_update_hopper") and "rope backward" not in name:
             assert kernel["wide"] > 0, name
 
 
@@ -50,8 +49,8 @@ def test_registers_and_shared_memory(kernels):
             # 320 threads a program, one program an SM, of 228 KB.
             assert kernel["registers"] <= 168 and kernel["shared"] <= 227 * 1024, name
         elif name.startswith("model"):
-            # Two warps a program in the rotation's backward: four programs an SM still fit.
-            assert kernel["registers"] <= (240 if "rope backward" in name else 128), name
+            # Of the rotation's backward eight programs of 128 threads are to run on an SM.
+            assert kernel["registers"] <= (64 if "rope backward" in name else 128), name
         elif name.startswith("wgrad_update"):
             assert kernel["registers"] <= 240 and kernel["shared"] <= 100 * 1024, name
         else:

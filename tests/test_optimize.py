@@ -241,6 +241,34 @@ def test_handed_over_head_in_the_interpreter(interpreter):
     same({"loss": grads["loss"], **moved}, grads, tolerance=1e-4)
 
 
+def test_gradients_of_norms_are_summed_in_one_launch(interpreter, monkeypatch):
+    """Also of a weight that two layers share, and of one that the loss reads by itself."""
+    from forge import queue
+    from forge.kernels import qk_norm_rope, rms_norm
+
+    def loss(model: Any) -> Tensor:
+        return model(**batch(5)).loss + model.model.norm.weight.square().sum()
+
+    plain, ours = make(), make()
+    for model in (plain, ours):
+        first, second = model.model.layers
+        second.self_attn.k_norm.weight = first.self_attn.k_norm.weight
+    loss(plain).backward()
+    optimizer = ForgeSGD(forge.optimize(ours), lr=0.5)
+    for module in (qk_norm_rope, rms_norm):
+        monkeypatch.delattr(module, "column_sum")
+    launches = []
+    sums = queue.column_sums
+    monkeypatch.setattr(queue, "column_sums", lambda parts: launches.append(parts) or sums(parts))
+    before = {n: p.detach().clone() for n, p in ours.named_parameters()}
+    loss(ours).backward()
+    optimizer.step()
+    # Two norms of C and q_norm a layer, and k_norm once; the last norm has a gradient already.
+    assert [len(parts) for parts in launches] == [7]
+    moved = {n: (before[n] - p.detach()) / 0.5 for n, p in ours.named_parameters()}
+    same(moved, {n: p.grad for n, p in plain.named_parameters()}, tolerance=1e-4)
+
+
 def test_frozen_parts_get_no_gradient():
     models = [make(), forge.optimize(make())]
     for model in models:
