@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 # Inputs x [..., K] and output gradients dy [..., N] whose products dy^T x add up to a gradient, and
-# the sum of their versions.
+# the sum of their versions. An embedding is a product of one-hot rows: in place of dy it gives ids
+# [...], and in place of x the gradient of its output.
 Factors = list[tuple[Tensor, Tensor, int]]
 
 _SLOTS: dict[int, weakref.ref[Slot]] = {}
@@ -42,6 +43,7 @@ class Slot:
         self.salt = salt
         self.clock = clock
         self.updated = False
+        self.shared = False  # by several modules: factors wait until all have been differentiated
         self.target: Any = None
         self.stream: int | None = None
         self.node: Any = None
@@ -102,8 +104,9 @@ class Slot:
         """Keep ``dW = dy^T x`` as its factors. False: the caller must return the gradient itself.
 
         Args:
-            x: [..., K] input of the layer.
-            dy: [..., N] gradient of its output.
+            x: [..., K] input of the layer; of an embedding the gradient of its output.
+            dy: [..., N] gradient of its output; of an embedding the ids [...], negative ones for
+                tokens that do not count.
         """
         param = self.param
         if self.owner() is None or param._backward_hooks or param._post_accumulate_grad_hooks:
@@ -121,6 +124,11 @@ class Slot:
         if task != self.task:
             # What an earlier backward left behind was abandoned by an exception.
             self.factors, self.task = [], task
+        if self.shared and dy.is_floating_point():
+            # They are held until the last use: not if the gradient is smaller.
+            held = sum(t.nbytes for pair in self.factors for t in pair[:2])
+            if held + x.nbytes + dy.nbytes > param.nbytes:
+                return False
         if dy.is_cuda:
             self.stream = torch._C._cuda_getCurrentRawStream(dy.get_device())
         self.factors.append((x, dy, x._version + dy._version))
@@ -215,10 +223,9 @@ def _graph_break(layer: ForgeLinear, input: Tensor) -> Tensor:
 def fuse_linears(model: nn.Module) -> list[nn.Linear]:
     """Turn the model's ``nn.Linear`` layers into :class:`ForgeLinear`, in place; returns them.
 
-    Left as they are: subclasses (they may not compute ``x W^T``), layers whose weight has no slot
-    or is not contiguous, and weights that several modules share. A shared weight (a tied head)
-    needs the sum of several gradients; keeping the factors of the head until the embedding's
-    gradient arrives would hold its inputs and output gradients through the whole backward pass.
+    Left as they are: subclasses (they may not compute ``x W^T``), and layers whose weight has no
+    slot or is not contiguous. A weight that several modules share (a tied head) needs the sum of
+    several gradients: its slot keeps factors while they are smaller than the gradient.
     """
     owners: dict[int, int] = {}
     for module in model.modules():
@@ -227,9 +234,11 @@ def fuse_linears(model: nn.Module) -> list[nn.Linear]:
                 owners[id(param)] = owners.get(id(param), 0) + 1
     fused = []
     for module in model.modules():
-        if type(module) is not nn.Linear or slot_of(module.weight) is None:
+        if type(module) is not nn.Linear or not module.weight.is_contiguous():
             continue
-        if owners[id(module.weight)] == 1 and module.weight.is_contiguous():
+        slot = slot_of(module.weight)
+        if slot is not None:
+            slot.shared = owners[id(module.weight)] > 1
             module.__class__ = ForgeLinear
             fused.append(module)
     return fused

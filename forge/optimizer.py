@@ -11,6 +11,7 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor, nn
 
+from forge.embedding import ForgeEmbedding, fuse_embeddings
 from forge.kernels.wgrad_auto import check_path
 from forge.linear import ForgeLinear, Slot, fuse_linears, slot_of
 from forge.optim.clock import Clock
@@ -111,18 +112,19 @@ class ForgeOptimizer(torch.optim.Optimizer):
         self._members: list[tuple[int, int]] = []  # group and parameter
         self._clocks: list[Clock] = []
         self._names = {id(p): n for n, p in model.named_parameters()} if model is not None else {}
-        self._layers: list[nn.Linear] = []
+        self._layers: list[nn.Module] = []
         self._state: defaultdict[Tensor, Any] = defaultdict(dict)
         stochastic = rounding == "stochastic"
         self._queue = UpdateQueue(self.rule, states, stochastic, path, self._state)
         super().__init__(params, defaults)
         self.state = self._state
         if model is not None:
-            self._layers = fuse_linears(model)
+            self._layers = [*fuse_linears(model), *fuse_embeddings(model)]
         try:
             for layer in self._layers:
-                dtype = FORMATS[states] or layer.weight.dtype
-                check_path(path, layer.weight, dtype, len(self.rule.states))
+                if isinstance(layer, ForgeLinear):
+                    dtype = FORMATS[states] or layer.weight.dtype
+                    check_path(path, layer.weight, dtype, len(self.rule.states))
         except ValueError:
             self.release()
             raise
@@ -178,12 +180,12 @@ class ForgeOptimizer(torch.optim.Optimizer):
                 )
 
     def release(self) -> None:
-        """Give the parameters back: hooks are removed and fused layers are plain ``nn.Linear``."""
+        """Give the parameters back: hooks are removed and fused layers are plain ones again."""
         for slot in self._slots:
             slot.detach()
         for layer in self._layers:
-            if type(layer) is ForgeLinear:
-                layer.__class__ = nn.Linear  # type: ignore[assignment]
+            if type(layer) in (ForgeLinear, ForgeEmbedding):
+                layer.__class__ = type(layer).__base__  # type: ignore[assignment]
         self._slots, self._clocks, self._layers = [], [], []
 
     @torch.no_grad()
