@@ -53,8 +53,9 @@ class ForgeOptimizer(torch.optim.Optimizer):
 
     A parameter is updated, and its gradient freed, at the moment its gradient is complete. For the
     ``nn.Linear`` layers of ``model`` the weight gradient is never formed: one kernel computes each
-    tile of it and applies the update. ``step()`` updates what backward did not (gradients assigned
-    by hand) and ends the step.
+    tile of it and applies the update. That of its ``nn.Embedding`` layers, and of a head tied to
+    one, is formed and applied in slices (:mod:`forge.kernels.row_update`). ``step()`` updates what
+    backward did not (gradients assigned by hand) and ends the step.
 
     One backward a step: a second one before ``step()`` raises, the weights have moved already.
 
@@ -70,9 +71,9 @@ class ForgeOptimizer(torch.optim.Optimizer):
         rounding: of what is stored in bf16 or 8 bits: ``"stochastic"`` (unbiased; small updates
             are not lost) or ``"nearest"``, which 8 bits refuse: slow averages would stand still.
         seed: of stochastic rounding.
-        path: how weight gradient and update are computed: ``"auto"`` (by token count and shape,
-            as measured), ``"tiles"``, ``"scratch"`` or ``"hopper"``; see
-            :mod:`forge.kernels.wgrad_auto`.
+        path: how weight gradient and update of linear layers are computed: ``"auto"`` (by token
+            count and shape, as measured), ``"tiles"``, ``"scratch"`` or ``"hopper"``; see
+            :mod:`forge.kernels.wgrad_auto`. Weights of embeddings have one way.
 
     Raises:
         ValueError: a hyperparameter out of range; a parameter held by another such optimizer.
