@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from forge import ForgeAdamW
+from forge import ForgeAdamW, TrainStep
 from forge.embedding import ForgeEmbedding
 from forge.kernels import wgrad_auto
 from forge.linear import ForgeLinear
@@ -269,6 +269,21 @@ def test_ids_changed_in_place_are_noticed():
     ids.zero_()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         h.sum().backward()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tokens", [14, 100])
+def test_a_captured_step_follows_torch(device, tied, tokens):
+    """On a GPU from the second call on; the table entries and the sort are replayed."""
+    ours, plain = pair(device, tied=tied, padding_idx=3)
+    forward = ours[0].forward
+    ours[0].forward = lambda ids: F.cross_entropy(forward(ids), ids, reduction="sum")
+    step = TrainStep(*ours)
+    for distinct in (V, 5, V, 20):
+        ids = ids_of(device, tokens, distinct)
+        step(ids=ids)
+        train(*plain, Net.loss, ids)
+    assert_same(ours[0], plain[0], 4)
 
 
 def test_release_copies_and_moves():
