@@ -23,6 +23,8 @@ from forge.deferred import AppliedGradient, DeferredGradient
 
 # Inputs x [..., K] and output gradients dy [..., N] whose products dy^T x add up to a gradient, and
 # the sum of their versions. Of a vector: parts x [P, K] whose rows add up to it; dy has no columns.
+# An embedding is a product of one-hot rows: in place of dy it gives ids [...], and in place of x
+# the gradient of its output.
 Factors = list[tuple[Tensor, Tensor, int]]
 
 _SLOTS: dict[int, weakref.ref[Slot]] = {}
@@ -46,6 +48,7 @@ class Slot:
         self.salt = salt
         self.clock = clock
         self.updated = False
+        self.shared = False  # by several modules: factors wait until all have been differentiated
         self.target: Any = None
         self.stream: int | None = None
         self.node: Any = None
@@ -108,8 +111,9 @@ class Slot:
         """Keep ``dW = dy^T x`` as its factors. False: the caller must return the gradient itself.
 
         Args:
-            x: [..., K] input of the layer.
-            dy: [..., N] gradient of its output.
+            x: [..., K] input of the layer; of an embedding the gradient of its output.
+            dy: [..., N] gradient of its output; of an embedding the ids [...], negative ones for
+                tokens that do not count.
         """
         param = self.param
         if self.owner() is None or param._backward_hooks or param._post_accumulate_grad_hooks:
@@ -127,6 +131,11 @@ class Slot:
         if task != self.task and not self.deferred:
             # What an earlier backward left behind was abandoned by an exception.
             self.factors, self.task = [], task
+        if self.shared and dy.is_floating_point():
+            # They are held until the last use: not if the gradient is smaller.
+            held = sum(t.nbytes for pair in self.factors for t in pair[:2])
+            if held + x.nbytes + dy.nbytes > param.nbytes:
+                return False
         if dy.is_cuda:
             self.stream = torch._C._cuda_getCurrentRawStream(dy.get_device())
         self.factors.append((x, dy, x._version + dy._version))
@@ -205,7 +214,37 @@ class LinearFunction(torch.autograd.Function):
 _linear = super(torch.autograd.Function, LinearFunction).apply
 
 
-class ForgeLinear(nn.Linear):
+class FusedLayer:
+    """What layers have in common that hand their weight's gradient to its slot."""
+
+    plain: type[nn.Module]  # the class of their copies, which have no slot
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # In the form of protocol 1, which may name another class than the object's.
+        build, args, *rest = cast(tuple, super().__reduce_ex__(1))
+        return build, tuple(self.plain if arg is type(self) else arg for arg in args), *rest
+
+
+def active_slot(weight: Tensor | None, input: Any) -> Slot | None:
+    """The slot that takes the weight's gradient in this call; None: compute as a plain layer."""
+    slot = slot_of(weight)
+    if (
+        weight is None  # pruned or parametrized
+        or slot is None
+        or slot.node is None
+        or not (weight.requires_grad and torch.is_grad_enabled())
+        or weight._backward_hooks
+        or weight._post_accumulate_grad_hooks
+        or torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+        or not isinstance(input, Tensor)  # a proxy of torch.fx
+        or torch._C._get_tracing_state() is not None
+    ):
+        return None
+    return slot
+
+
+class ForgeLinear(FusedLayer, nn.Linear):
     """An ``nn.Linear`` whose weight gradient goes to the optimizer that holds its weight.
 
     Without such an optimizer, with a frozen weight, under ``no_grad``, function transforms,
@@ -214,43 +253,28 @@ class ForgeLinear(nn.Linear):
     ``nn.Linear``; ``torch.jit.script`` takes only those.
     """
 
+    plain = nn.Linear
+
     def forward(self, input: Tensor) -> Tensor:
         if torch.compiler.is_dynamo_compiling():
             # What the compiler traces has no side effects: no slots here.
             training = torch.is_grad_enabled() and self.weight.requires_grad
             if training and not torch.compiler.is_exporting():
-                return _graph_break(self, input)
+                return graph_break(self, input)
             return F.linear(input, self.weight, self.bias)
         # From the dict: an attribute of a module costs five times as much, in every layer.
         parameters = self._parameters
         weight = parameters.get("weight")
         # A pruned or parametrized one is no parameter.
         bias = parameters["bias"] if "bias" in parameters else self.bias
-        slot = slot_of(weight)
-        if (
-            weight is None
-            or slot is None
-            or slot.node is None
-            or not (weight.requires_grad and torch.is_grad_enabled())
-            or weight._backward_hooks
-            or weight._post_accumulate_grad_hooks
-            or torch._C._are_functorch_transforms_active()
-            or forward_ad._current_level >= 0
-            or not isinstance(input, Tensor)  # a proxy of torch.fx
-            or torch._C._get_tracing_state() is not None
-        ):
+        slot = active_slot(weight, input)
+        if slot is None:
             return F.linear(input, self.weight, self.bias)
         if torch._C._is_any_autocast_enabled() and _autocasts(input):
             input = input.to(torch.get_autocast_dtype(input.device.type))
         elif input.dtype != weight.dtype:
             return F.linear(input, weight, bias)  # raises torch's own dtype error
         return _linear(input, weight, bias, slot)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        # Copies have no slot, and no use for this class. In the form of protocol 1, which may name
-        # another class than the object's.
-        build, args, *rest = cast(tuple, super().__reduce_ex__(1))
-        return build, tuple(nn.Linear if arg is ForgeLinear else arg for arg in args), *rest
 
 
 def _autocasts(input: Tensor) -> bool:
@@ -263,7 +287,7 @@ def _autocasts(input: Tensor) -> bool:
 
 
 @torch.compiler.disable(reason="forge updates weights inside backward: no fullgraph=True here")
-def _graph_break(layer: ForgeLinear, input: Tensor) -> Tensor:
+def graph_break(layer: nn.Module, input: Tensor) -> Tensor:
     """The eager forward: the compiler must not trace a backward that has side effects."""
     return layer.forward(input)
 
@@ -271,10 +295,9 @@ def _graph_break(layer: ForgeLinear, input: Tensor) -> Tensor:
 def fuse_linears(model: nn.Module) -> list[nn.Linear]:
     """Turn the model's ``nn.Linear`` layers into :class:`ForgeLinear`, in place; returns them.
 
-    Left as they are: subclasses (they may not compute ``x W^T``), layers whose weight has no slot,
-    is empty or not contiguous, and weights that several modules share. A shared weight (a tied
-    head) needs the sum of several gradients; keeping the factors of the head until the embedding's
-    gradient arrives would hold its inputs and output gradients through the whole backward pass.
+    Left as they are: subclasses (they may not compute ``x W^T``), and layers whose weight has no
+    slot, is empty or not contiguous. A weight that several modules share (a tied head) needs the
+    sum of several gradients: its slot keeps factors while they are smaller than the gradient.
     """
     owners: dict[int, int] = {}
     for module in model.modules():
@@ -286,18 +309,18 @@ def fuse_linears(model: nn.Module) -> list[nn.Linear]:
         if type(module) is not nn.Linear and type(module) is not ForgeLinear:
             continue
         weight = module.weight
-        if slot_of(weight) is None or owners[id(weight)] > 1:
-            continue
-        if weight.is_contiguous() and weight.numel():
+        slot = slot_of(weight)
+        if slot is not None and weight.is_contiguous() and weight.numel():
+            slot.shared = owners[id(weight)] > 1
             module.__class__ = ForgeLinear
             fused.append(module)
     return fused
 
 
-def unfuse_linears(layers: list[nn.Linear]) -> None:
-    """Make them ``nn.Linear`` again, in place, but for those that another optimizer fused since."""
+def unfuse(layers: list[nn.Module]) -> None:
+    """Make them plain layers again, in place, but for those that another optimizer fused since."""
     for layer in layers:
         slot = slot_of(layer._parameters.get("weight"))
-        if type(layer) is ForgeLinear and (slot is None or slot.owner() is None):
-            layer.__class__ = nn.Linear  # type: ignore[assignment]
+        if isinstance(layer, FusedLayer) and (slot is None or slot.owner() is None):
+            layer.__class__ = layer.plain  # type: ignore[assignment]
     layers.clear()

@@ -20,8 +20,9 @@ from forge.checks import (
     check_update,
     named_like,
 )
+from forge.embedding import fuse_embeddings
 from forge.kernels.wgrad_auto import check_path
-from forge.linear import Slot, fuse_linears, unfuse_linears
+from forge.linear import ForgeLinear, Slot, fuse_linears, unfuse
 from forge.optim.clock import Clock
 from forge.optim.rules import Rule
 from forge.optim.states import FORMATS, check_format
@@ -47,8 +48,9 @@ class ForgeOptimizer(torch.optim.Optimizer):
 
     A parameter is updated, and its gradient freed, at the moment its gradient is complete. For the
     ``nn.Linear`` layers of ``model`` the weight gradient is never formed: one kernel computes each
-    tile of it and applies the update. ``step()`` updates what backward did not (gradients assigned
-    by hand) and ends the step.
+    tile of it and applies the update. That of its ``nn.Embedding`` layers, and of a head tied to
+    one, is formed and applied in slices (:mod:`forge.kernels.row_update`). ``step()`` updates what
+    backward did not (gradients assigned by hand) and ends the step.
 
     One backward a step: a second one before ``step()`` raises, the weights have moved already.
 
@@ -71,9 +73,9 @@ class ForgeOptimizer(torch.optim.Optimizer):
         rounding: of what is stored in bf16 or 8 bits: ``"stochastic"`` (unbiased; small updates
             are not lost) or ``"nearest"``, which 8 bits refuse: slow averages would stand still.
         seed: of stochastic rounding.
-        path: how weight gradient and update are computed: ``"auto"`` (by token count and shape,
-            as measured), ``"tiles"``, ``"scratch"`` or ``"hopper"``; see
-            :mod:`forge.kernels.wgrad_auto`.
+        path: how weight gradient and update of linear layers are computed: ``"auto"`` (by token
+            count and shape, as measured), ``"tiles"``, ``"scratch"`` or ``"hopper"``; see
+            :mod:`forge.kernels.wgrad_auto`. Weights of embeddings have one way.
         update: ``"backward"``: weights change during ``loss.backward()``. ``"step"``: backward
             keeps each fused layer's input and output gradient, ``tokens * (N + K)`` elements a
             weight [N, K] and micro-batch, and ``step()`` forms each weight gradient and applies
@@ -141,9 +143,9 @@ class ForgeOptimizer(torch.optim.Optimizer):
         self._strides: list[tuple[int, ...]] = []
         self._clocks: list[Clock] = []
         self._names = {id(p): n for n, p in model.named_parameters()} if model is not None else {}
-        self._layers: list[nn.Linear] = []
+        self._layers: list[nn.Module] = []
         # Layers are given back also when the optimizer just goes out of use.
-        self._unfuse = weakref.finalize(self, unfuse_linears, self._layers)
+        self._unfuse = weakref.finalize(self, unfuse, self._layers)
         self._unfuse.atexit = False
         self._state: defaultdict[Tensor, Any] = defaultdict(dict)
         stochastic = rounding == "stochastic"
@@ -157,10 +159,11 @@ class ForgeOptimizer(torch.optim.Optimizer):
             ):
                 raise ValueError("model= has none of the parameters: pass the module they are from")
             if model is not None:
-                self._layers += fuse_linears(model)
+                self._layers += [*fuse_linears(model), *fuse_embeddings(model)]
             for layer in self._layers:
-                dtype = FORMATS[states] or layer.weight.dtype
-                check_path(path, layer.weight, dtype, len(self.rule.states))
+                if isinstance(layer, ForgeLinear):
+                    dtype = FORMATS[states] or layer.weight.dtype
+                    check_path(path, layer.weight, dtype, len(self.rule.states))
         except ValueError:
             self.release()
             raise
@@ -220,7 +223,7 @@ class ForgeOptimizer(torch.optim.Optimizer):
                 )
 
     def release(self) -> None:
-        """Give the parameters back: hooks are removed and fused layers are plain ``nn.Linear``."""
+        """Give the parameters back: hooks are removed and fused layers are plain ones again."""
         for slot in self._slots:
             slot.detach()
         self._unfuse()

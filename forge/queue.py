@@ -15,6 +15,8 @@ from torch.autograd.graph import increment_version
 from forge.deferred import DeferredGradient, refuse_second_backward
 from forge.kernels.apply_rule import apply_rule
 from forge.kernels.column_sum import column_sums
+from forge.kernels.row_update import Rows, add_product, is_rows, row_update
+from forge.kernels.runtime import as_rows
 from forge.kernels.target import Target
 from forge.kernels.wgrad_auto import wgrad_update_auto
 from forge.linear import Factors, Slot
@@ -172,41 +174,48 @@ class UpdateQueue:
                         "with optimizer.zero_grad()"
                     )
                 target = slot.target = self._target(slot)
-            if grad is None:
-                x, dy, version = factors[0] if len(factors) == 1 else _join(factors)
+            for x, dy, version in factors:
                 if x._version + dy._version != version:
                     _refuse_changed(slot)
-                # Parts of a vector's gradient, x, have no output gradient.
-                dtype = dy.dtype if waiting is self._fused else None
-                key = (slot.clock, slot.stream, dtype, target.dtypes)
-            else:
+            alone: Slot | None = None
+            key: tuple
+            if grad is not None:
                 if factors:
                     grad = _add(grad, factors)
-                key = (slot.clock, None, grad.dtype, target.dtypes)
+                key = (slot.clock, None, grad.dtype, target.dtypes, alone)
+            else:
+                if any(is_rows(dy) for _, dy, _ in factors):
+                    alone = slot  # updated in slices, not with others
+                elif len(factors) > 1:
+                    factors = [_join(factors)]
+                # Parts of a vector's gradient, x, have no output gradient.
+                dtype = factors[0][1].dtype if waiting is self._fused else None
+                key = (slot.clock, slot.stream, dtype, target.dtypes, alone)
             if key != last_key:
                 batch, last_key = batches.setdefault(key, _Batch()), key
             batch.targets.append(target)
             if grad is None:
-                batch.first.append(dy)
-                batch.second.append(x)
+                batch.first += [dy for _, dy, _ in factors]
+                batch.second += [x for x, _, _ in factors]
             else:
                 batch.first.append(grad)
         # What has raised so far has changed nothing, and its updates can be discarded.
         del waiting.entries[: len(entries)]
         waiting.bytes = 0
-        for (clock, stream, *_), batch in batches.items():
+        for (clock, stream, *_, alone), batch in batches.items():
             seed = clock.seed if self.stochastic else None
             with _on_stream(stream, batch.targets[0].param.device):
                 if not clock.running:
                     clock.begin()
-                arguments = (batch.targets, clock.scalars, seed, self.rule.update)
-                if waiting is self._fused:
-                    wgrad_update_auto(
-                        batch.first, batch.second, *arguments, self.path, self.captured
-                    )
+                arguments = (clock.scalars, seed, self.rule.update)
+                first, second, targets = batch.first, batch.second, batch.targets
+                if alone is not None:
+                    row_update(first, second, targets[0], *arguments)
+                elif waiting is self._fused:
+                    wgrad_update_auto(first, second, targets, *arguments, self.path, self.captured)
                 else:
-                    grads = column_sums(batch.second) if batch.second else batch.first
-                    apply_rule(grads, *arguments)
+                    grads = column_sums(second) if second else first
+                    apply_rule(grads, targets, *arguments)
             # The kernels write behind autograd's back: a graph that still holds the old weights
             # must not be differentiated again.
             increment_version([target.param for target in batch.targets])
@@ -288,9 +297,7 @@ def check_single_process() -> None:
 def _join(factors: Factors) -> tuple[Tensor, Tensor, int]:
     """One pair ``(x, dy)`` whose product is the sum over all uses, and its version."""
     # dy1^T x1 + dy2^T x2 is one product over the tokens of both.
-    xs, dys, versions = zip(*factors, strict=True)
-    if sum(t._version for t in (*xs, *dys)) != sum(versions):
-        return xs[0], dys[0], -1
+    xs, dys, _ = zip(*factors, strict=True)
     x, dy = (
         torch.cat([t.reshape(t.shape[:-1].numel(), t.shape[-1]) for t in ts]) for ts in (xs, dys)
     )
@@ -298,10 +305,13 @@ def _join(factors: Factors) -> tuple[Tensor, Tensor, int]:
 
 
 def _add(grad: Tensor, factors: Factors) -> Tensor:
-    """The gradient of a weight that was also used outside its fused layer."""
+    """The gradient of a weight that was also used outside its fused layers."""
+    grad = grad.contiguous()
     for x, dy, _ in factors:
         if grad.dim() == 1:
             grad.add_(x.sum(0))
-            continue
-        grad.add_(dy.reshape(-1, dy.shape[-1]).t() @ x.reshape(-1, x.shape[-1]))
+        elif is_rows(dy):
+            Rows(dy, x).add_to(grad)
+        else:
+            add_product(grad, as_rows(dy), as_rows(x))
     return grad

@@ -16,6 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from forge.harness.shapes import Shape
+from forge.kernels.wgrad_auto import SCRATCH_ELEMENTS
 from forge.optim.footprint import FUSED, RELEASED, STORED, Footprint
 
 BF16, FP32 = 2, 4
@@ -90,21 +91,25 @@ def estimate(
 
     # gradients, activations, logits, temporaries
     moments = {"loss": (table if in_loss else 0.0, activations, logits, 0.0)}
-    head = 0.0 if kind == FUSED and not in_loss else table
-    moments["head"] = (head, activations, logit_gradient, 0.0)
-    # The embedding's gradient is complete last; a tied weight's sum is made in place only when
-    # the head's gradient is no view.
-    extra = (table if in_loss else 2 * table) if shape.tied else 0.0
+    if kind == FUSED:
+        # A tied head's factors wait for the embedding's rows, unless its gradient is smaller.
+        wait = shape.tied and not in_loss and logit_gradient <= table
+        head = table if in_loss or shape.tied and not wait else 0.0
+        left = (head if shape.tied else 0.0, 0.0, logit_gradient if wait else 0.0)
+        moments["head"] = (head, activations, logit_gradient, 0.0)
+        scratch = float(BF16 * SCRATCH_ELEMENTS)
+        moments["backward"] = (*left, scratch + footprint.queued_bytes)
+    else:
+        moments["head"] = (table, activations, logit_gradient, 0.0)
+        # The embedding's gradient is complete last; a tied weight's sum is made in place only when
+        # the head's gradient is no view.
+        extra = (table if in_loss else 2 * table) if shape.tied else 0.0
+        held = weights if kind == STORED else table
+        moments["backward"] = (held, 0.0, 0.0, extra + footprint.queued_bytes)
     if kind == STORED:
-        moments["backward"] = (weights, 0.0, 0.0, extra)
         step = footprint.step_bytes * max(p.numel for p in shape.parameters)
         step += footprint.step_bytes_all * shape.numel
         moments["step"] = (weights, 0.0, 0.0, step)
-    else:
-        factors = logit_gradient if kind == FUSED and shape.tied else 0.0
-        if factors:
-            extra -= table  # the head's gradient is added to the embedding's
-        moments["backward"] = (table, 0.0, factors, extra + footprint.queued_bytes)
     if kind == RELEASED:
         step = footprint.step_bytes * max(p.numel for p in shape.parameters)
         moments["step"] = (0.0, 0.0, 0.0, step)

@@ -31,7 +31,10 @@ _NAMES = tuple(
     (part, re.compile(pattern, re.IGNORECASE))
     for part, pattern in (
         # Ours, which multiply too; then the rivals'.
-        ("update", r"wgrad_update|apply_rule|_advance_kernel|multi_tensor_apply|_fused_adam"),
+        (
+            "update",
+            r"wgrad_update|apply_rule|_add_rows_kernel|_advance_kernel|multi_tensor_apply|_fused_adam",
+        ),
         ("update", r"_(adam|adamw)_kernel|kOptimizer|quantize_kernel|_ecc_bits|_reconstruct_fp32"),
         ("attention", r"sdpa|flash|fmha|scaled_dot_product"),
         ("loss", r"cross_entropy|nll_loss|log_?softmax|element_mul_kernel"),

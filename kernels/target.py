@@ -74,6 +74,19 @@ class Target:
         self.matrix_bits = reduce(or_, addresses, rows | columns)
         self.dtypes = (param.dtype, states[0].dtype if states else None)
 
+    def rows(self, first: int, last: int) -> Target:
+        """The target of rows ``first`` to ``last`` of a contiguous matrix.
+
+        Its random bits are those that the whole draws there.
+        """
+        salt = self.salt + first * self.param.shape[1]
+        return Target(
+            self.param[first:last],
+            [s[first:last] for s in self.states],
+            (salt + 2**31) % 2**32 - 2**31,
+            [s[first:last] for s in self.scales],
+        )
+
 
 class Table:
     """Collects the entries of one launch."""
@@ -161,7 +174,7 @@ class CapturedTables:
         self.filled = len(self.values)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=256)
 def _on_gpu(values: tuple[int, ...], device: torch.device, _stream: int) -> Tensor:
     """Steps repeat themselves: the allocator hands out the same addresses, the table is there.
 

@@ -23,6 +23,7 @@ from forge.kernels import (
     linear_cross_entropy,
     qk_norm_rope,
     rms_norm,
+    row_update,
     swiglu,
     target,
     wgrad_update,
@@ -105,13 +106,15 @@ def model_kernel(kernel: Any, tile: dict[str, int], **constants: Any) -> dict[st
         "dloss_ptr": "*fp32",
         "labels_ptr": "*i64",
         "table_ptr": "*i64",
+        "ids_ptr": "*i64",
+        "order_ptr": "*i64",
         "eps": "fp32",
     }
     signature = {
         n: "constexpr" if n in constants else types.get(n, "*bf16" if n.endswith("_ptr") else "i32")
         for n in names
     }
-    free = {"rows", "T", "eps", "ignore_index", *constants}
+    free = {"rows", "T", "eps", "ignore_index", "first", "count", "tokens", *constants}
     source = ASTSource(
         kernel,
         signature,
@@ -158,6 +161,8 @@ def model_kernels() -> dict[str, dict[str, int]]:
             CONTINUED=bool(continued),
             **({} if grad and not lse else {"dloss_ptr": None}),
         )
+    tile = dict(BLOCK_T=row_update._TOKENS, BLOCK_C=256, num_warps=1)
+    found["model add_rows"] = model_kernel(row_update._add_rows_kernel, tile)
     tile = column_sum._TILE
     found["model column_sum"] = model_kernel(column_sum._column_sum_kernel, tile, C=1024)
     found["model column_sums"] = model_kernel(

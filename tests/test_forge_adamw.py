@@ -230,7 +230,7 @@ def test_groups_schedulers_and_tensor_lr_follow_torch():
 
     optimizer = ForgeAdamW(groups(ours), lr=LR, model=ours)
     reference = torch.optim.AdamW(groups(plain), lr=LR)
-    assert sum(type(m) is ForgeLinear for m in ours.modules()) == 3
+    assert sum(type(m) is ForgeLinear for m in ours.modules()) == 4
     schedules = [
         torch.optim.lr_scheduler.LambdaLR(opt, lambda t: 1 / (1 + t))
         for opt in (optimizer, reference)

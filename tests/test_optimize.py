@@ -269,6 +269,27 @@ def test_gradients_of_norms_are_summed_in_one_launch(interpreter, monkeypatch):
     same(moved, {n: p.grad for n, p in plain.named_parameters()}, tolerance=1e-4)
 
 
+def test_tied_weight_in_the_interpreter(interpreter, monkeypatch):
+    """Head and embedding hand over factors and rows; again SGD's step shows the gradient."""
+    from forge.kernels import wgrad_auto
+
+    monkeypatch.setattr(wgrad_auto, "SCRATCH_ELEMENTS", 64 * 48)
+    plain, ours = make(num_hidden_layers=1), make(num_hidden_layers=1)
+    inputs = batch(5)
+    grads = gradients(plain, **inputs)
+    before = {n: p.detach().clone() for n, p in ours.named_parameters()}
+    optimizer = ForgeSGD(forge.optimize(ours), lr=1.0)
+    weight = ours.lm_head.weight
+    slot = optimizer._slots[[s.param is weight for s in optimizer._slots].index(True)]
+    seen = []
+    collect = slot.collect
+    slot.collect = lambda x, dy: seen.append(tuple(dy.shape)) or collect(x, dy)  # type: ignore[method-assign]
+    ours(**inputs).loss.backward()
+    assert seen == [(10, VOCAB), (2, 5)] and weight.grad is None
+    moved = {n: before[n] - p.detach() for n, p in ours.named_parameters()}
+    same({"loss": grads["loss"], **moved}, grads, tolerance=1e-4)
+
+
 def test_frozen_parts_get_no_gradient():
     models = [make(), forge.optimize(make())]
     for model in models:
