@@ -164,7 +164,7 @@ def rms_norm_backward(
     rows, dys = as_rows(h), as_rows(dy)
     dhs = as_rows(dh) if dh is not None else dys
     columns = h.shape[-1]
-    # Twice forward's, for every program leaves a row of parts: half as many of them to write and add.
+    # Twice forward's: every program leaves a row of parts, so half as many to write and to add.
     tile = _tile(columns, 4096)
     dx = torch.empty(h.shape, dtype=h.dtype, device=h.device)
     # Two programs a multiprocessor hide each other's loads.
@@ -215,7 +215,7 @@ class RMSNormFunction(torch.autograd.Function):
         if dy is not None:
             dx, parts = rms_norm_backward(dy, dh, h, weight, ctx.eps, ctx.needs_input_grad[1])
             if parts is not None and (ctx.collect is None or not ctx.collect(parts)):
-                dw = column_sum(parts, weight.dtype)
+                (dw,) = column_sum(parts, weight.dtype)
         if dx is None:
             return None, None, None, None, None
         x_dtype, residual_dtype = ctx.dtypes

@@ -111,7 +111,7 @@ def model_kernel(kernel: Any, tile: dict[str, int], **constants: Any) -> dict[st
         n: "constexpr" if n in constants else types.get(n, "*bf16" if n.endswith("_ptr") else "i32")
         for n in names
     }
-    free = {"rows", "T", "eps", "ignore_index", *constants}
+    free = {"first", "rows", "T", "eps", "ignore_index", *constants}
     source = ASTSource(
         kernel,
         signature,
