@@ -164,7 +164,7 @@ def rms_norm_backward(
     rows, dys = as_rows(h), as_rows(dy)
     dhs = as_rows(dh) if dh is not None else dys
     columns = h.shape[-1]
-    # Twice forward's: every program leaves a row of parts, so half as many to write and to add.
+    # Twice forward's: every program leaves a row of parts, half as many of them to write and add.
     tile = _tile(columns, 4096)
     dx = torch.empty(h.shape, dtype=h.dtype, device=h.device)
     # Two programs a multiprocessor hide each other's loads.
