@@ -7,6 +7,8 @@ the rows of the ids alone; its backward passes the ids and the rows to the weigh
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -63,7 +65,7 @@ def _is_plain(layer: nn.Embedding) -> bool:
     return layer.max_norm is None and not layer.scale_grad_by_freq and not layer.sparse
 
 
-def fuse_embeddings(model: nn.Module) -> list[nn.Embedding]:
+def fuse_embeddings(model: nn.Module) -> list[nn.Module]:
     """Turn ``nn.Embedding`` layers of ``model`` into :class:`ForgeEmbedding`, in place.
 
     Returns the layers that were turned.
@@ -71,7 +73,8 @@ def fuse_embeddings(model: nn.Module) -> list[nn.Embedding]:
     Left as they are: subclasses, layers with ``max_norm``, ``scale_grad_by_freq`` or ``sparse``,
     and those whose weight has no slot or is not contiguous.
     """
-    fused = []
+    fused: list[nn.Module] = []
+    module: Any
     for module in model.modules():
         if type(module) not in (nn.Embedding, ForgeEmbedding) or slot_of(module.weight) is None:
             continue

@@ -36,11 +36,15 @@ def _sum_columns(
     tl.store(out_ptr + c, tl.sum(total, axis=0).to(out_ptr.dtype.element_ty), c < columns)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["first", "rows"])
 def _column_sum_kernel(
-    parts_ptr, out_ptr, rows, C: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+    parts_ptr, out_ptr, first, rows, C: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    _sum_columns(parts_ptr, out_ptr, tl.program_id(0), rows, C, ROWS, BLOCK)
+    second = tl.program_id(1)
+    parts_ptr += second * first * C
+    out_ptr += second * C
+    count = tl.where(second == 0, first, rows - first)
+    _sum_columns(parts_ptr, out_ptr, tl.program_id(0), count, C, ROWS, BLOCK)
 
 
 @triton.jit
@@ -61,15 +65,20 @@ def _column_sums_kernel(
     _sum_columns(parts_ptr, out_ptr, program, rows, columns, ROWS, BLOCK)
 
 
-def column_sum(parts: Tensor, dtype: torch.dtype) -> Tensor:
-    """The sum over the rows of ``parts`` (fp32, contiguous), in ``dtype``.
+def column_sum(parts: Tensor, dtype: torch.dtype, first: int | None = None) -> Tensor:
+    """The sum [1, C] over the rows of ``parts`` (fp32, contiguous), in ``dtype``.
+
+    With ``first``, [2, C]: the sum of so many rows, and that of the others.
 
     Launches Triton: for kernels that have left partial sums.
     """
     rows, columns = parts.shape
-    out = torch.empty(columns, dtype=dtype, device=parts.device)
+    sums = 1 if first is None else 2
+    out = torch.empty((sums, columns), dtype=dtype, device=parts.device)
     with on_device(parts):
-        _column_sum_kernel[(-(-columns // _TILE["BLOCK"]),)](parts, out, rows, C=columns, **_TILE)
+        _column_sum_kernel[(-(-columns // _TILE["BLOCK"]), sums)](
+            parts, out, rows if first is None else first, rows, C=columns, **_TILE
+        )
     return out
 
 

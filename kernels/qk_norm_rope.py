@@ -323,7 +323,7 @@ def qk_norm_rope_backward(
     cos: Tensor,
     sin: Tensor,
     eps: float,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, int]:
     """Write the gradients of q and k, copy that of v, by one kernel.
 
     Args:
@@ -333,7 +333,8 @@ def qk_norm_rope_backward(
             pitch.
 
     Returns:
-        fp32 [P, D] whose rows add up to the gradient of ``q_weight``, and the same of ``k_weight``.
+        fp32 [P, D], and a number of rows: so many add up to the gradient of ``q_weight``, the
+        others to that of ``k_weight``.
     """
     batch, heads, tokens, size = grads[0].shape
     grads = tuple(g if g.stride(-1) == 1 else g.contiguous() for g in grads)
@@ -373,8 +374,7 @@ def qk_norm_rope_backward(
             VALUES=len(grads) == 3,
             **_tile(size, _BACKWARD_WARPS),
         )
-    q_parts, k_parts = parts.split(counts)
-    return q_parts, k_parts
+    return parts, counts[0]
 
 
 def _batched(table: Tensor, batch: int) -> Tensor:
@@ -408,15 +408,21 @@ class QKNormRopeFunction(torch.autograd.Function):
         if ctx.sizes is not None:
             parts = projections[0].split(ctx.sizes, dim=-1)
             outputs = results[0].split(ctx.sizes, dim=-1)
-        sums = qk_norm_rope_backward(
+        sums, first = qk_norm_rope_backward(
             grads, (parts[0], parts[1]), tuple(outputs), q_weight, k_weight, cos, sin, ctx.eps
         )
-        dws: list[Tensor | None] = [None, None]
-        for i, weight in enumerate((q_weight, k_weight)):
-            collect = ctx.collect[i]
-            if ctx.needs_input_grad[i] and (collect is None or not collect(sums[i])):
-                dws[i] = column_sum(sums[i], weight.dtype)
-        return *dws, None, None, None, None, None, *results
+        missing = [
+            need and (collect is None or not collect(rows))
+            for need, collect, rows in zip(
+                ctx.needs_input_grad, ctx.collect, (sums[:first], sums[first:]), strict=False
+            )
+        ]
+        dw_q = dw_k = None
+        if any(missing):
+            dw_q, dw_k = column_sum(sums, q_weight.dtype, first)
+            dw_q = dw_q if missing[0] else None
+            dw_k = dw_k.to(k_weight.dtype) if missing[1] else None
+        return dw_q, dw_k, None, None, None, None, None, *results
 
 
 def qk_norm_rope(

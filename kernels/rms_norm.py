@@ -215,7 +215,7 @@ class RMSNormFunction(torch.autograd.Function):
         if dy is not None:
             dx, parts = rms_norm_backward(dy, dh, h, weight, ctx.eps, ctx.needs_input_grad[1])
             if parts is not None and (ctx.collect is None or not ctx.collect(parts)):
-                dw = column_sum(parts, weight.dtype)
+                (dw,) = column_sum(parts, weight.dtype)
         if dx is None:
             return None, None, None, None, None
         x_dtype, residual_dtype = ctx.dtypes
