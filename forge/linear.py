@@ -268,7 +268,7 @@ class ForgeLinear(FusedLayer, nn.Linear):
         # A pruned or parametrized one is no parameter.
         bias = parameters["bias"] if "bias" in parameters else self.bias
         slot = active_slot(weight, input)
-        if slot is None:
+        if slot is None or weight is None:
             return F.linear(input, self.weight, self.bias)
         if torch._C._is_any_autocast_enabled() and _autocasts(input):
             input = input.to(torch.get_autocast_dtype(input.device.type))

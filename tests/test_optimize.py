@@ -686,3 +686,18 @@ def test_forward_and_backward_can_be_captured():
 def test_unsupported_architectures(model):
     with pytest.raises(ValueError, match="supports Qwen3 .*ForgeAdamW"):
         forge.optimize(model)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_gradients_that_wait_for_the_step(tied):
+    """``update="step"``: every gradient can be read, and all are clipped together."""
+    plain, ours = make(tied=tied), forge.optimize(make(tied=tied))
+    optimizer = ForgeAdamW(ours, lr=1e-2, update="step", max_grad_norm=0.5)
+    same(gradients(ours, **batch()), gradients(plain, **batch()))
+    reference = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+    reference.step()
+    optimizer.step()
+    torch.testing.assert_close(optimizer.grad_norm, norm, rtol=1e-4, atol=0)
+    for p, q in zip(ours.parameters(), plain.parameters(), strict=True):
+        assert (p - q).norm() <= 1e-3 * q.norm()
