@@ -39,6 +39,7 @@ VARIANTS = (
     Row("adamw-fused", "liger+flce", "eager"),
     Row("forge-bf16", "forge", "eager"),
     Row("forge-bf16", "forge", "cuda_graph"),
+    Row("forge-int8", "forge", "cuda_graph"),
 )
 
 
