@@ -1,6 +1,6 @@
 """A loop of Accelerate's: prepare, accumulate, backward, clip.
 
-    python examples/accelerate_loop.py
+python examples/accelerate_loop.py
 """
 
 from __future__ import annotations

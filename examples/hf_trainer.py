@@ -44,14 +44,10 @@ class GroupsTrainer(Trainer):
         for name, param in model.named_parameters():
             groups[name not in decayed]["params"].append(param)
         # model= names the module whose linear layers are fused.
-        self.optimizer = ForgeAdamW(
-            groups, lr=self.args.learning_rate, model=model, update="step"
-        )
+        self.optimizer = ForgeAdamW(groups, lr=self.args.learning_rate, model=model, update="step")
         return self.optimizer
 
-    def compute_loss(
-        self, model: Any, inputs: dict, return_outputs: bool = False, **_: Any
-    ) -> Any:
+    def compute_loss(self, model: Any, inputs: dict, return_outputs: bool = False, **_: Any) -> Any:
         labels = inputs["labels"][:, 1:]
         outputs = model(input_ids=inputs["input_ids"])
         logits = outputs.logits[:, :-1]

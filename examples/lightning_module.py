@@ -1,6 +1,6 @@
 """Lightning: its Trainer clips and accumulates with ``update="step"``.
 
-    python examples/lightning_module.py
+python examples/lightning_module.py
 """
 
 from __future__ import annotations

@@ -58,7 +58,8 @@ class AppliedGradient(_Standin):
             refuse_second_backward(name)  # autograd accumulates
         raise RuntimeError(
             f"the gradient of {name!r} was applied inside backward and does not exist any more "
-            f"({func}): to clip, scale or read gradients, build the optimizer with update='step'"
+            f"({func}): to clip, scale or read gradients, build the optimizer with update='step'; "
+            "DistributedDataParallel needs torch.optim.AdamW"
         )
 
 
@@ -179,6 +180,6 @@ def _unscale(grads: list[Tensor], found_inf: Tensor, inverse: Tensor) -> None:
 def _refuse(grad: _Standin, what: str) -> NoReturn:
     raise RuntimeError(
         f"{what}: the gradient of {grad.slot.name!r} is kept as its factors, which can be scaled, "
-        "zeroed and read, but not changed element by element; norm clipping works, clipping by "
-        "value needs torch.optim.AdamW"
+        "zeroed and read, but not changed element by element; norm clipping works; clipping "
+        "by value or DistributedDataParallel needs torch.optim.AdamW"
     )
