@@ -26,11 +26,12 @@ _NOT_NEGATIVE = {
 
 
 def check_not_distributed(model: Any) -> None:
-    """Raise NotImplementedError for several processes or a wrapper of them."""
+    """Raise NotImplementedError for several processes, or a wrapper for several copies."""
     check_single_process()
-    if type(model).__name__ in ("DistributedDataParallel", "FullyShardedDataParallel"):
+    wrapper = type(model).__name__
+    if wrapper in ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel"):
         raise NotImplementedError(
-            f"{type(model).__name__}: several processes are not supported; pass the module inside"
+            f"{wrapper}: several copies of a model are not supported; pass the module inside"
         )
 
 

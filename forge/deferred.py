@@ -58,7 +58,8 @@ class AppliedGradient(_Standin):
             refuse_second_backward(name)  # autograd accumulates
         raise RuntimeError(
             f"the gradient of {name!r} was applied inside backward and does not exist any more "
-            f"({func}): to clip, scale or read gradients, build the optimizer with update='step'"
+            f"({func}): to clip, scale or read gradients, build the optimizer with update='step'; "
+            "DistributedDataParallel needs torch.optim.AdamW"
         )
 
 
@@ -68,14 +69,20 @@ class DeferredGradient(_Standin):
     Scaling by a number or scalar tensor, zeroing and the addition of a dense gradient work on what
     is kept. Reading it (its norm, ``grad.abs().max()``, ``grad.clone()``, the checks of a gradient
     scaler) forms a copy for the occasion. Other changes in place raise RuntimeError.
+
+    The factors live here, not in the slot, so that whatever drops the gradient drops them
+    (``model.zero_grad()``, ``param.grad = None``).
     """
 
-    dense: Tensor | None = None
+    def __init__(self, slot: Any) -> None:
+        super().__init__(slot)
+        self.factors: list[tuple[Tensor, Tensor, int]] = []
+        self.dense: Tensor | None = None
 
     def form(self) -> Tensor:
         """The gradient [N, K], newly allocated, in the parameter's dtype."""
         grad = None
-        for x, dy, _ in self.slot.factors:
+        for x, dy, _ in self.factors:
             product = dy.reshape(-1, dy.shape[-1]).t() @ x.reshape(-1, x.shape[-1])
             grad = product.to(self.dtype) if grad is None else grad.add_(product)
         if grad is None:
@@ -84,7 +91,7 @@ class DeferredGradient(_Standin):
 
     def clear(self) -> None:
         """Make the gradient zero."""
-        self.slot.factors, self.dense = [], None
+        self.factors, self.dense = [], None
 
     def scale_by(self, factor: Any) -> None:
         """Multiply by a number, now: what a later backward adds is not multiplied."""
@@ -93,14 +100,14 @@ class DeferredGradient(_Standin):
             _refuse(self, "multiplication by more than one number")
         factor = factor.reshape(())
         scaled = []
-        for x, dy, _ in self.slot.factors:
+        for x, dy, _ in self.factors:
             if dy.dtype == torch.float16:
                 # What a scaler has lifted into fp16's range must not fall out of it again.
                 x, dy = x.float(), dy.float()
             # Out of place: parts of one output gradient may belong to several layers.
             dy = (dy * factor).to(dy.dtype)
             scaled.append((x, dy, x._version + dy._version))
-        self.slot.factors = scaled
+        self.factors = scaled
         if self.dense is not None:
             self.dense.mul_(factor)
 
@@ -173,6 +180,6 @@ def _unscale(grads: list[Tensor], found_inf: Tensor, inverse: Tensor) -> None:
 def _refuse(grad: _Standin, what: str) -> NoReturn:
     raise RuntimeError(
         f"{what}: the gradient of {grad.slot.name!r} is kept as its factors, which can be scaled, "
-        "zeroed and read, but not changed element by element; norm clipping works, clipping by "
-        "value needs torch.optim.AdamW"
+        "zeroed and read, but not changed element by element; norm clipping works; clipping "
+        "by value or DistributedDataParallel needs torch.optim.AdamW"
     )

@@ -152,10 +152,10 @@ class Slot:
 
     def take(self, grad: DeferredGradient) -> Tensor | None:
         """What to update from: None for the factors alone, else a dense gradient."""
-        if grad.dense is not None or not self.factors:
-            dense = grad.form()
-            grad.clear()
-            return dense
+        if grad.dense is not None or not grad.factors:
+            self.factors = []
+            return grad.form()
+        self.factors = grad.factors
         return None
 
 

@@ -107,12 +107,14 @@ class UpdateQueue:
             return
         if torch.is_grad_enabled():
             self._refuse(slot)
+        factors, slot.factors = slot.factors, []
         grad = slot.param.grad
         if grad is None:
-            slot.param.grad = DeferredGradient(slot)
-        elif not isinstance(grad, DeferredGradient):
+            grad = slot.param.grad = DeferredGradient(slot)
+        if isinstance(grad, DeferredGradient):
+            grad.factors += factors
+        else:
             with torch.no_grad():
-                factors, slot.factors = slot.factors, []
                 _add(grad, factors)
 
     def push(self, slot: Slot, grad: Tensor | None) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 
 import pytest
 import torch
@@ -100,7 +101,7 @@ def test_torchs_own_clipping_is_exact():
 
 def test_no_gradient_of_a_fused_layer_is_stored():
     ours, plain = pair()
-    optimizer, _ = both(ours, plain)
+    _optimizer, _ = both(ours, plain)  # lives as long as its layers are to be fused
     ids = batches(1)[0]
     for _ in range(2):
         ours(ids).backward()
@@ -113,8 +114,7 @@ def test_no_gradient_of_a_fused_layer_is_stored():
         torch.testing.assert_close(weight.grad.clone(), truth)
         torch.testing.assert_close(weight.grad.abs().max(), truth.abs().max())
     # What waits: tokens * (N + K) elements a weight, use and micro-batch.
-    slots = {slot.name: slot for slot in optimizer._slots}
-    kept = sum(x.nbytes + dy.nbytes for x, dy, _ in slots["mix.weight"].factors)
+    kept = sum(x.nbytes + dy.nbytes for x, dy, _ in ours.mix.weight.grad.factors)
     assert kept == 2 * 2 * 10 * (20 + 20) * 4
     assert "up.weight" in repr(ours.up.weight.grad)
 
@@ -135,6 +135,27 @@ def test_discarded_and_zeroed_gradients():
         opt.zero_grad(set_to_none=False)
         opt.step()  # on zeros: decay and momentum
     assert_same(ours, plain, 2)
+
+
+def test_gradients_dropped_without_the_optimizer():
+    """``model.zero_grad()``, as Trainer and many loops call it, and ``grad = None``."""
+    ours, plain = pair()
+    optimizer, reference = both(ours, plain)
+    first, second = batches(2)
+    for net, opt in ((ours, optimizer), (plain, reference)):
+        for _ in range(2):
+            net(first).backward()
+            net.zero_grad()
+            net(first).backward()
+            net.mix.weight.grad = None
+            net(second).backward()
+            opt.step()
+            net.zero_grad()
+    assert_same(ours, plain, 2)
+    ours(first).backward()
+    kept = [weakref.ref(t) for t in ours.mix.weight.grad.factors[0][:2]]
+    ours.zero_grad()
+    assert [ref() for ref in kept] == [None, None]  # and so is their memory
 
 
 def test_scaling_does_not_reach_what_a_later_backward_adds():
