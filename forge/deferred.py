@@ -127,12 +127,15 @@ class DeferredGradient(_Standin):
         if isinstance(self, cls) and func in _IN_PLACE:
             _IN_PLACE[func](self, *args[1:], **kwargs)
             return self
-        if func._schema.is_mutable and any(
-            isinstance(a, cls)
-            for a, argument in zip(args, func._schema.arguments, strict=False)
-            if argument.alias_info is not None and argument.alias_info.is_write
-        ):
-            _refuse(self, str(func))
+        if func._schema.is_mutable:
+            arguments = func._schema.arguments
+            given = dict(zip((a.name for a in arguments), args, strict=False)) | kwargs
+            changed = [
+                given.get(a.name) for a in arguments if a.alias_info and a.alias_info.is_write
+            ]
+            for grad in tree_leaves(changed):
+                if isinstance(grad, cls):
+                    _refuse(grad, str(func))
         args, kwargs = tree_map(lambda a: a.form() if isinstance(a, cls) else a, (args, kwargs))
         return func(*args, **kwargs)
 

@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 # In reading order: the second page repeats what the first one measured.
-PAGES = ("benchmark", "reproducing", "adding-an-optimizer", "adding-a-model")
+PAGES = ("benchmark", "reproducing", "adding-an-optimizer", "adding-a-model", "training")
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -40,7 +40,7 @@ def shell(text: str, home: Path) -> None:
     assert done.returncode == 0, f"{text}\n{done.stdout}\n{done.stderr}"
 
 
-def python(text: str, home: Path, monkeypatch) -> None:
+def python(text: str, home: Path, monkeypatch, names: dict) -> None:
     first = text.splitlines()[0]
     named = re.fullmatch(r"# (\w+(?:/\w+)*\.py)", first)
     if named:
@@ -49,7 +49,7 @@ def python(text: str, home: Path, monkeypatch) -> None:
         file.write_text(text, encoding="utf-8")
         return
     monkeypatch.chdir(home)
-    exec(compile(text, first, "exec"), {"__name__": "__main__"})
+    exec(compile(text, first, "exec"), names)
 
 
 def blocks_of(page: str) -> list[tuple[str, str]]:
@@ -69,11 +69,12 @@ def test_the_blocks_run(page, home, monkeypatch):
     if page == "reproducing" and not (home / "results").exists():  # asked for alone
         for _, block in blocks_of("benchmark")[:2]:
             shell(block, home)
+    names = {"__name__": "__main__"}  # a page's blocks go on from each other
     for language, block in blocks:
         if language == "sh":
             shell(block, home)
         elif language == "python":
-            python(block, home, monkeypatch)
+            python(block, home, monkeypatch, names)
         elif language == "toml":
             assert tomllib.loads(block)
         else:

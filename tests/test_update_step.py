@@ -240,6 +240,10 @@ def test_changes_that_need_the_elements_are_refused():
         nn.utils.clip_grad_value_([ours.up.weight], 0.1)
     with pytest.raises(RuntimeError, match="more than one number"):
         ours.up.weight.grad.mul_(torch.ones(12))
+    with pytest.raises(RuntimeError, match="_foreach_mul_.*'up.weight'"):
+        torch._foreach_mul_([ours.norm.weight.grad, ours.up.weight.grad], 0.5)
+    with pytest.raises(RuntimeError, match="mul.out.*'up.weight'"):
+        torch.mul(ours.up.weight.grad, 2.0, out=ours.up.weight.grad)
 
 
 def test_applied_gradients_are_not_silently_missing():
