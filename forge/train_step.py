@@ -181,6 +181,7 @@ class TrainStep:
                 self._layout = _Layout(self.model, self.optimizer)
             self._graphs[key] = None
             return loss
+        self._refuse_hooks()
         captured = self._graphs[key] = self._graphs[key] or self._capture(inputs)
         for name, buffer in captured.inputs.items():
             buffer.copy_(inputs[name], non_blocking=True)
@@ -204,18 +205,12 @@ class TrainStep:
         self._prepare()
         if key not in self._graphs:
             raise RuntimeError("capture(): call the step once with inputs of these shapes first")
+        self._refuse_hooks()
         self._graphs[key] = self._graphs[key] or self._capture(inputs)
 
     def _prepare(self) -> None:
-        """Refuse what a replay would pass over; forget graphs that no longer fit."""
+        """Refuse gradients from elsewhere; forget graphs that no longer fit."""
         optimizer = self.optimizer
-        if (
-            optimizer._optimizer_step_pre_hooks
-            or optimizer._optimizer_step_post_hooks
-            or torch_optimizer._global_optimizer_pre_hooks
-            or torch_optimizer._global_optimizer_post_hooks
-        ):
-            raise RuntimeError("step hooks do not run when a graph is replayed; use graph=False")
         for slot in optimizer._slots:
             if slot.param.grad is not None or slot.updated:
                 raise RuntimeError(
@@ -225,6 +220,15 @@ class TrainStep:
         optimizer.check_unedited()
         if self._layout is not None and not self._layout.is_current():
             self._forget()
+
+    def _refuse_hooks(self) -> None:
+        if (
+            self.optimizer._optimizer_step_pre_hooks
+            or self.optimizer._optimizer_step_post_hooks
+            or torch_optimizer._global_optimizer_pre_hooks
+            or torch_optimizer._global_optimizer_post_hooks
+        ):
+            raise RuntimeError("step hooks do not run when a graph is replayed; use graph=False")
 
     def _step(self, inputs: Mapping[str, Any]) -> Tensor:
         # Within one autocast context weights are cast once: neither those that an earlier step has
