@@ -21,7 +21,7 @@ from forge.checks import (
     named_like,
 )
 from forge.embedding import fuse_embeddings
-from forge.kernels.wgrad_auto import check_path
+from forge.kernels.wgrad_auto import check_name, check_path
 from forge.linear import ForgeLinear, Slot, fuse_linears, unfuse
 from forge.optim.clock import Clock
 from forge.optim.rules import Rule
@@ -74,7 +74,7 @@ class ForgeOptimizer(torch.optim.Optimizer):
             are not lost) or ``"nearest"``, which 8 bits refuse: slow averages would stand still.
         seed: of stochastic rounding.
         path: how weight gradient and update of linear layers are computed: ``"auto"`` (by token
-            count and shape, as measured), ``"tiles"``, ``"scratch"`` or ``"hopper"``; see
+            count and shape), ``"tiles"``, ``"scratch"`` or ``"hopper"``; see
             :mod:`forge.kernels.wgrad_auto`. Weights of embeddings have one way.
         update: ``"backward"``: weights change during ``loss.backward()``. ``"step"``: backward
             keeps each fused layer's input and output gradient, ``tokens * (N + K)`` elements a
@@ -116,6 +116,7 @@ class ForgeOptimizer(torch.optim.Optimizer):
     ) -> None:
         check_format(states, rounding)
         check_update(update, max_grad_norm, on_nonfinite)
+        check_name(path)
         check_hyper(defaults)
         check_not_distributed(model if model is not None else params)
         if isinstance(params, nn.Module):
@@ -160,10 +161,15 @@ class ForgeOptimizer(torch.optim.Optimizer):
                 raise ValueError("model= has none of the parameters: pass the module they are from")
             if model is not None:
                 self._layers += [*fuse_linears(model), *fuse_embeddings(model)]
-            for layer in self._layers:
-                if isinstance(layer, ForgeLinear):
-                    dtype = FORMATS[states] or layer.weight.dtype
-                    check_path(path, layer.weight, dtype, len(self.rule.states))
+            linears = [layer for layer in self._layers if isinstance(layer, ForgeLinear)]
+            if path != "auto" and not linears:
+                raise ValueError(
+                    f"path={path!r}: there is no fused linear layer that it could apply to; pass "
+                    "the model, or leave path='auto'"
+                )
+            for layer in linears:
+                dtype = FORMATS[states] or layer.weight.dtype
+                check_path(path, layer.weight, dtype, len(self.rule.states))
         except ValueError:
             self.release()
             raise

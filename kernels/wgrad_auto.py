@@ -34,6 +34,12 @@ SCRATCH_ELEMENTS = 2**24
 TABLE = Path(__file__).with_suffix(".json")
 
 
+def check_name(path: str) -> None:
+    """Raise ValueError when there is no such path."""
+    if path not in ("auto", *PATHS):
+        raise ValueError(f"path={path!r}: choose one of auto, {', '.join(PATHS)}")
+
+
 def check_path(path: str, param: Tensor, state_dtype: torch.dtype | None, states: int) -> None:
     """Raise ValueError, saying why, when ``path`` cannot update ``param`` [N, K].
 
@@ -41,8 +47,7 @@ def check_path(path: str, param: Tensor, state_dtype: torch.dtype | None, states
         path: ``"auto"`` or one of ``PATHS``.
         state_dtype: dtype of the parameter's states, and ``states`` their number.
     """
-    if path not in ("auto", *PATHS):
-        raise ValueError(f"path={path!r}: choose one of auto, {', '.join(PATHS)}")
+    check_name(path)
     if path == "auto":
         return
     if not param.is_cuda:
@@ -76,7 +81,10 @@ def _table() -> dict[str, dict[str, list[tuple[int | None, list[str]]]]]:
 
 
 def choose_path(dy: Tensor, x: Tensor, target: Target, captured: bool) -> str:
-    """The path for one weight, from the measured table ``wgrad_auto.json``.
+    """The path for one weight, from the table ``wgrad_auto.json``.
+
+    Its limits were set by hand from what results/LOG.md records of one H200; ``forge-bench kernels
+    --write-paths`` replaces them by measured ones.
 
     Args:
         dy, x: [..., N] and [..., K] as given to :func:`wgrad_update_auto`.

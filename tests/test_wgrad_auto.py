@@ -87,6 +87,11 @@ def test_a_path_that_cannot_run_is_refused_before_anything_changes():
         ForgeAdamW(net, path="fast")
     with pytest.raises(ValueError, match="needs a CUDA device"):
         ForgeAdamW(net, path="scratch")
+    parameter = nn.Parameter(torch.ones(2))
+    with pytest.raises(ValueError, match="path='fast': choose one of auto"):
+        ForgeAdamW([parameter], path="fast")
+    with pytest.raises(ValueError, match="no fused linear layer.*pass the model"):
+        ForgeAdamW([parameter], path="scratch")
     assert type(net[0]) is nn.Linear
     ForgeAdamW(net)  # the refused optimizers have let go of the parameters
 
