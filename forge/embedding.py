@@ -76,9 +76,11 @@ def fuse_embeddings(model: nn.Module) -> list[nn.Module]:
     fused: list[nn.Module] = []
     module: Any
     for module in model.modules():
-        if type(module) not in (nn.Embedding, ForgeEmbedding) or slot_of(module.weight) is None:
+        if type(module) not in (nn.Embedding, ForgeEmbedding):
             continue
-        if module.weight.is_contiguous() and _is_plain(module):
+        slot = slot_of(module.weight)
+        if slot is not None and module.weight.is_contiguous() and _is_plain(module):
+            slot.embeds = True
             module.__class__ = ForgeEmbedding
             fused.append(module)
     return fused

@@ -49,6 +49,7 @@ class Slot:
         self.clock = clock
         self.updated = False
         self.shared = False  # by several modules: factors wait until all have been differentiated
+        self.embeds = False  # an embedding hands rows to it
         self.target: Any = None
         self.stream: int | None = None
         self.node: Any = None

@@ -167,6 +167,7 @@ class UpdateQueue:
         entries = waiting.entries[:]
         batches: dict[tuple, _Batch] = {}
         last_key: tuple = ()
+        fused = waiting is self._fused
         for slot, factors, grad in entries:
             target = slot.target
             if target is None or target.address != slot.param.data_ptr():
@@ -179,28 +180,29 @@ class UpdateQueue:
             for x, dy, version in factors:
                 if x._version + dy._version != version:
                     _refuse_changed(slot)
-            alone: Slot | None = None
-            key: tuple
+            # This runs for every parameter of every eager step: the common case comes first.
             if grad is not None:
                 if factors:
                     grad = _add(grad, factors)
-                key = (slot.clock, None, grad.dtype, target.dtypes, alone)
+                key: tuple = (slot.clock, None, grad.dtype, target.dtypes, None)
+            elif slot.embeds and any(is_rows(dy) for _, dy, _ in factors):
+                # Updated in slices, not with others.
+                key = (slot.clock, slot.stream, None, target.dtypes, slot)
             else:
-                if any(is_rows(dy) for _, dy, _ in factors):
-                    alone = slot  # updated in slices, not with others
-                elif len(factors) > 1:
+                if len(factors) > 1:
                     factors = [_join(factors)]
                 # Parts of a vector's gradient, x, have no output gradient.
-                dtype = factors[0][1].dtype if waiting is self._fused else None
-                key = (slot.clock, slot.stream, dtype, target.dtypes, alone)
+                dtype = factors[0][1].dtype if fused else None
+                key = (slot.clock, slot.stream, dtype, target.dtypes, None)
             if key != last_key:
                 batch, last_key = batches.setdefault(key, _Batch()), key
             batch.targets.append(target)
-            if grad is None:
-                batch.first += [dy for _, dy, _ in factors]
-                batch.second += [x for x, _, _ in factors]
-            else:
+            if grad is not None:
                 batch.first.append(grad)
+                continue
+            for x, dy, _ in factors:
+                batch.first.append(dy)
+                batch.second.append(x)
         # What has raised so far has changed nothing, and its updates can be discarded.
         del waiting.entries[: len(entries)]
         waiting.bytes = 0
@@ -213,7 +215,7 @@ class UpdateQueue:
                 first, second, targets = batch.first, batch.second, batch.targets
                 if alone is not None:
                     row_update(first, second, targets[0], *arguments)
-                elif waiting is self._fused:
+                elif fused:
                     wgrad_update_auto(first, second, targets, *arguments, self.path, self.captured)
                 else:
                     grads = column_sums(second) if second else first

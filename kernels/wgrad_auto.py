@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 import torch
@@ -91,15 +91,21 @@ def choose_path(dy: Tensor, x: Tensor, target: Target, captured: bool) -> str:
         captured: the launch goes into a CUDA graph, where only the GPU's time counts. Otherwise
             the host's time counts as much.
     """
-    param = target.param
-    if not param.is_cuda:
-        return "tiles"
-    major, minor = _capability(param.device)
+    tokens = x.numel() // x.shape[-1]
+    for path in _preference(target.param.device, tokens, captured):
+        if path != "hopper" or _hopper(dy, x, target):
+            return path
+    raise AssertionError(f"{TABLE.name} names no path that takes every weight")
+
+
+@lru_cache  # eager steps ask for every weight
+def _preference(device: torch.device, tokens: int, captured: bool) -> list[str]:
+    if device.type != "cuda":
+        return ["tiles"]
+    major, minor = _capability(device)
     table = _table()
     ranges = table.get(f"{major}.{minor}", table["other"])["graph" if captured else "eager"]
-    tokens = x.numel() // x.shape[-1]
-    preference = next(paths for limit, paths in ranges if limit is None or tokens <= limit)
-    return next(path for path in preference if path != "hopper" or _hopper(dy, x, target))
+    return next(paths for limit, paths in ranges if limit is None or tokens <= limit)
 
 
 def _hopper(dy: Tensor, x: Tensor, target: Target) -> bool:

@@ -31,6 +31,8 @@ def test_every_path_gives_the_update(path, tokens, device):
     """Mixed shapes: what the Hopper kernel does not take goes another way."""
     shapes = [(64, 256), (24, 40), (128, 512), (8, 256)]
     if device.type == "cpu":
+        if path == "hopper":
+            pytest.skip("runs on a Hopper GPU alone")
         shapes = shapes[:2]
     ours = [target(n, k, device, salt=256 * i) for i, (n, k) in enumerate(shapes)]
     wanted = [clone(t) for t in ours]
