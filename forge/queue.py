@@ -16,16 +16,25 @@ from forge.deferred import DeferredGradient, refuse_second_backward
 from forge.kernels.apply_rule import apply_rule
 from forge.kernels.column_sum import column_sums
 from forge.kernels.row_update import Rows, add_product, is_rows, row_update
-from forge.kernels.runtime import as_rows
+from forge.kernels.runtime import Dual, as_rows
 from forge.kernels.target import Target
 from forge.kernels.wgrad_auto import wgrad_update_auto
 from forge.linear import Factors, Slot
 from forge.optim.rules import Rule
 from forge.optim.states import convert_states, new_states, stored_names
+from forge.side_stream import SideStream
 
 # A launch for every small layer costs more host time than the layer's update takes on the GPU. This
 # much of gradients, and as much of the factors of fused ones, may wait for the next launch.
 QUEUE_BYTES = 128 * 2**20
+# In a captured step launches cost nothing; the sooner they go out, the more of the backward pass
+# they can run beside.
+CAPTURED_BYTES = 48 * 2**20
+# Up to so many tokens a layer's kernels leave multiprocessors idle. The update beside them gets so
+# many of 132; with more it takes those that the backward pass needs.
+BESIDE_TOKENS = 2048
+BESIDE_PROGRAMS = 48
+_ALL = 2**20
 
 
 @dataclass
@@ -67,6 +76,7 @@ class UpdateQueue:
         self.stochastic = stochastic
         self.path = path
         self.captured = False  # whether a CUDA graph is to replay the launches
+        self.side: SideStream | None = None  # where launches of a captured step may go
         self.deferred = False  # whether updates wait for step()
         self.state = state
         self._fused = _Waiting()  # weights whose gradient is a product of factors
@@ -140,7 +150,7 @@ class UpdateQueue:
             slot.mark_applied()
         slot.updated = True
         waiting.entries.append((slot, factors, grad))
-        if waiting.bytes > QUEUE_BYTES:
+        if waiting.bytes > (QUEUE_BYTES if self.side is None else CAPTURED_BYTES):
             self._launch(waiting)
 
     def discard(self) -> None:
@@ -156,14 +166,16 @@ class UpdateQueue:
 
     def flush(self) -> None:
         """Launch every queued update."""
-        self._launch(self._fused)
+        self._launch(self._fused, last=True)
         self._launch(self._plain)
+        if self.side is not None:
+            self.side.join()
 
-    def _launch(self, waiting: _Waiting) -> None:
+    def _launch(self, waiting: _Waiting, last: bool = False) -> None:
         with self._lock, torch.no_grad():
-            self._launch_locked(waiting)
+            self._launch_locked(waiting, last)
 
-    def _launch_locked(self, waiting: _Waiting) -> None:
+    def _launch_locked(self, waiting: _Waiting, last: bool) -> None:
         entries = waiting.entries[:]
         batches: dict[tuple, _Batch] = {}
         last_key: tuple = ()
@@ -216,13 +228,24 @@ class UpdateQueue:
                 if alone is not None:
                     row_update(first, second, targets[0], *arguments)
                 elif fused:
-                    wgrad_update_auto(first, second, targets, *arguments, self.path, self.captured)
+                    self._update_fused(batch, arguments, last)
                 else:
                     grads = column_sums(second) if second else first
                     apply_rule(grads, targets, *arguments)
             # The kernels write behind autograd's back: a graph that still holds the old weights
             # must not be differentiated again.
             increment_version([target.param for target in batch.targets])
+
+    def _update_fused(self, batch: _Batch, arguments: tuple[Tensor, Tensor | None, Dual], last: bool) -> None:
+        first, second, targets = batch.first, batch.second, batch.targets
+        tokens = second[0].numel() // second[0].shape[-1]
+        if self.side is None or tokens > BESIDE_TOKENS:
+            wgrad_update_auto(first, second, targets, *arguments, self.path, self.captured)
+            return
+        with self.side.beside([*first, *second]):
+            # Beside the last ones nothing is left to run.
+            programs = _ALL if last else BESIDE_PROGRAMS
+            wgrad_update_auto(first, second, targets, *arguments, self.path, True, programs)
 
     def _target(self, slot: Slot) -> Target:
         param = slot.param

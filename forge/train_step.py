@@ -16,6 +16,7 @@ from torch.autograd.graph import increment_version
 
 from forge.kernels.target import CapturedTables
 from forge.optimizer import ForgeOptimizer
+from forge.side_stream import SideStream
 from forge.state_dict import same
 
 _PLAIN = (bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device)
@@ -283,7 +284,7 @@ class TrainStep:
                         slot.renew(queue)
                 yield
         finally:
-            queue.captured = False
+            queue.captured, queue.side = False, None
             current.wait_stream(self._stream)
 
     def _refuse_stray_gradients(self) -> None:
@@ -307,6 +308,9 @@ class TrainStep:
             clock.refresh()
         try:
             with self._on_side_stream(), self._tables.collecting():
+                queue = self.optimizer._queue
+                # With `update="step"` there is no backward pass left to run beside.
+                queue.side = None if queue.deferred else SideStream(self._device)
                 with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
                     loss = self._step({**inputs, **buffers})
         except Exception as error:
