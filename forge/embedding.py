@@ -23,6 +23,8 @@ class EmbeddingFunction(torch.autograd.Function):
     def forward(ctx, ids: Tensor, weight: Tensor, padding_idx: int | None, slot: Slot) -> Tensor:
         ctx.save_for_backward(ids)
         ctx.slot, ctx.padding_idx, ctx.entries = slot, padding_idx, weight.shape[0]
+        if slot.split is not None:
+            slot.split.look_up(_kept(ids, padding_idx))
         return F.embedding(ids, weight)
 
     @staticmethod
@@ -30,13 +32,16 @@ class EmbeddingFunction(torch.autograd.Function):
         (ids,) = ctx.saved_tensors
         padding_idx = ctx.padding_idx
         if not torch.is_grad_enabled() and not ctx.slot.deferred:
-            # The padding entry gets no gradient; negative ids are skipped.
-            kept = ids if padding_idx is None else ids.masked_fill(ids == padding_idx, -1)
-            if ctx.slot.collect(dy, kept):
+            if ctx.slot.collect(dy, _kept(ids, padding_idx)):
                 return None, None, None, None
         padding = -1 if padding_idx is None else padding_idx
         dw = torch.ops.aten.embedding_dense_backward(dy, ids, ctx.entries, padding, False)
         return None, dw, None, None
+
+
+def _kept(ids: Tensor, padding_idx: int | None) -> Tensor:
+    """The padding entry gets no gradient; negative ids are skipped."""
+    return ids if padding_idx is None else ids.masked_fill(ids == padding_idx, -1)
 
 
 class ForgeEmbedding(FusedLayer, nn.Embedding):

@@ -20,6 +20,7 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import get_gradient_edge
 
 from forge.deferred import AppliedGradient, DeferredGradient
+from forge.tied import SplitUpdate
 
 # Inputs x [..., K] and output gradients dy [..., N] whose products dy^T x add up to a gradient, and
 # the sum of their versions. Of a vector: parts x [P, K] whose rows add up to it; dy has no columns.
@@ -50,6 +51,7 @@ class Slot:
         self.updated = False
         self.shared = False  # by several modules: factors wait until all have been differentiated
         self.embeds = False  # an embedding hands rows to it
+        self.split: SplitUpdate | None = None  # while a step is captured
         self.target: Any = None
         self.stream: int | None = None
         self.node: Any = None
@@ -132,6 +134,8 @@ class Slot:
         if task != self.task and not self.deferred:
             # What an earlier backward left behind was abandoned by an exception.
             self.factors, self.task = [], task
+        if self.split is not None and self.split.take(x, dy):
+            return True
         if self.shared and dy.is_floating_point():
             # They are held until the last use: not if the gradient is smaller.
             held = sum(t.nbytes for pair in self.factors for t in pair[:2])

@@ -15,10 +15,10 @@ from torch.autograd.graph import increment_version
 from forge.deferred import DeferredGradient, refuse_second_backward
 from forge.kernels.apply_rule import apply_rule
 from forge.kernels.column_sum import column_sums
-from forge.kernels.row_update import Rows, add_product, is_rows, row_update
+from forge.kernels.row_update import Rows, RowsApart, add_product, is_rows, row_update
 from forge.kernels.runtime import Dual, as_rows
 from forge.kernels.target import Target
-from forge.kernels.wgrad_auto import wgrad_update_auto
+from forge.kernels.wgrad_auto import choose_path, wgrad_update_auto
 from forge.linear import Factors, Slot
 from forge.optim.rules import Rule
 from forge.optim.states import convert_states, new_states, stored_names
@@ -35,6 +35,9 @@ CAPTURED_BYTES = 48 * 2**20
 BESIDE_TOKENS = 2048
 BESIDE_PROGRAMS = 48
 _ALL = 2**20
+
+
+Arguments = tuple[Tensor, Tensor | None, Dual]  # scalars, seed and rule of a launch
 
 
 @dataclass
@@ -95,8 +98,14 @@ class UpdateQueue:
         if slot.factors and slot.task != task or not slot.param.requires_grad:
             slot.factors = []  # of a backward that failed, or frozen since the forward pass
         grad = slot.param.grad
-        if grad is None and not slot.factors or not slot.param.requires_grad:
+        nothing = grad is None and not slot.factors and not _begun(slot)
+        if nothing or not slot.param.requires_grad:
             return
+        self._enter(slot, task)
+        self.push(slot, grad)
+
+    def _enter(self, slot: Slot, task: int) -> None:
+        """Check, before the first update of a backward, what all of them need."""
         if slot.updated or torch.is_grad_enabled():
             self._refuse(slot)
         if task != self._task:
@@ -107,7 +116,6 @@ class UpdateQueue:
                     owner.check_unedited()
             self._task = task
             torch.autograd.Variable._execution_engine.queue_callback(self.flush)
-        self.push(slot, grad)
 
     def _defer(self, slot: Slot) -> None:
         """Let what backward has collected for ``slot`` wait for ``step()``."""
@@ -131,6 +139,8 @@ class UpdateQueue:
         """Queue the update of ``slot`` from what it has collected and from its ``grad``."""
         if isinstance(grad, DeferredGradient):
             grad = slot.take(grad)
+        if slot.split is not None and _begun(slot):
+            slot.split.check(slot.factors, grad)
         factors, slot.factors = slot.factors, []
         if grad is None:
             waiting = self._plain if slot.param.dim() == 1 else self._fused
@@ -197,7 +207,7 @@ class UpdateQueue:
                 if factors:
                     grad = _add(grad, factors)
                 key: tuple = (slot.clock, None, grad.dtype, target.dtypes, None)
-            elif slot.embeds and any(is_rows(dy) for _, dy, _ in factors):
+            elif slot.embeds and (_begun(slot) or any(is_rows(dy) for _, dy, _ in factors)):
                 # Updated in slices, not with others.
                 key = (slot.clock, slot.stream, None, target.dtypes, slot)
             else:
@@ -225,7 +235,9 @@ class UpdateQueue:
                     clock.begin()
                 arguments = (clock.scalars, seed, self.rule.update)
                 first, second, targets = batch.first, batch.second, batch.targets
-                if alone is not None:
+                if alone is not None and _begun(alone):
+                    self._finish_split(alone, second, arguments)
+                elif alone is not None:
                     row_update(first, second, targets[0], *arguments)
                 elif fused:
                     self._update_fused(batch, arguments, last)
@@ -236,16 +248,46 @@ class UpdateQueue:
             # must not be differentiated again.
             increment_version([target.param for target in batch.targets])
 
-    def _update_fused(self, batch: _Batch, arguments: tuple[Tensor, Tensor | None, Dual], last: bool) -> None:
+    def _update_fused(self, batch: _Batch, arguments: Arguments, last: bool) -> None:
         first, second, targets = batch.first, batch.second, batch.targets
-        tokens = second[0].numel() // second[0].shape[-1]
-        if self.side is None or tokens > BESIDE_TOKENS:
-            wgrad_update_auto(first, second, targets, *arguments, self.path, self.captured)
-            return
-        with self.side.beside([*first, *second]):
-            # Beside the last ones nothing is left to run.
-            programs = _ALL if last else BESIDE_PROGRAMS
-            wgrad_update_auto(first, second, targets, *arguments, self.path, True, programs)
+        # Beside the last ones nothing is left to run.
+        programs = None if self.side is None else _ALL if last else BESIDE_PROGRAMS
+        with self._beside([*first, *second]):
+            wgrad_update_auto(
+                first, second, targets, *arguments, self.path, self.captured, programs
+            )
+
+    def _beside(self, read: list[Tensor]) -> AbstractContextManager:
+        """Context in which launches that read these tensors [..., C] may go to the side stream."""
+        if self.side is None or read[0].numel() > BESIDE_TOKENS * read[0].shape[-1]:
+            return nullcontext()
+        return self.side.beside(read)
+
+    def start_split(self, slot: Slot, x: Tensor, dy: Tensor, ids: Tensor) -> RowsApart:
+        """Update a tied weight from its head's factors now, see :class:`forge.tied.SplitUpdate`."""
+        self._enter(slot, torch._C._current_graph_task_id())
+        with self._lock, torch.no_grad():
+            target = slot.target = slot.target or self._target(slot)
+            clock = slot.clock
+            if not clock.running:
+                clock.begin()
+            seed = clock.seed if self.stochastic else None
+            arguments = (clock.scalars, seed, self.rule.update)
+            with self._beside([x, dy]):
+                apart = RowsApart(ids, dy, x, target)
+                if choose_path(dy, x, target, self.captured) == "hopper":
+                    operands = ([dy], [x], [target], *arguments, "hopper", self.captured)
+                    wgrad_update_auto(*operands, BESIDE_PROGRAMS)
+                else:
+                    row_update([dy], [x], target, *arguments)
+            increment_version([target.param])
+        return apart
+
+    def _finish_split(self, slot: Slot, rows: list[Tensor], arguments: Arguments) -> None:
+        assert slot.split is not None and slot.split.apart is not None
+        for some in rows:  # none, if nothing that was looked up counts
+            with self._beside([some]):
+                slot.split.apart.update(some, *arguments)
 
     def _target(self, slot: Slot) -> Target:
         param = slot.param
@@ -286,6 +328,11 @@ class UpdateQueue:
             f"create_graph=True: {slot.name!r} is updated inside backward, which cannot be "
             "differentiated; use torch.optim.AdamW"
         )
+
+
+def _begun(slot: Slot) -> bool:
+    """Whether the update has been launched but for the rows that an embedding looked up."""
+    return slot.split is not None and slot.split.apart is not None
 
 
 def _on_stream(stream: int | None, device: torch.device) -> AbstractContextManager:

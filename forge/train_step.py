@@ -6,6 +6,7 @@ from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -15,9 +16,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from forge.kernels.target import CapturedTables
+from forge.linear import Slot
 from forge.optimizer import ForgeOptimizer
 from forge.side_stream import SideStream
 from forge.state_dict import same
+from forge.tied import SplitUpdate
 
 _PLAIN = (bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device)
 
@@ -296,6 +299,17 @@ class TrainStep:
                 )
 
     def _capture(self, inputs: Mapping[str, Any]) -> _Graph:
+        optimizer = self.optimizer
+        tied = [slot for slot in optimizer._slots if slot.shared and slot.embeds]
+        if tied and not optimizer._queue.deferred:
+            try:
+                return self._capture_once(inputs, tied)
+            except RuntimeError:
+                pass  # used in other ways too, perhaps: then it is updated at the end
+        return self._capture_once(inputs, [])
+
+    def _capture_once(self, inputs: Mapping[str, Any], tied: list[Slot]) -> _Graph:
+        """Capture the step, with the update of the ``tied`` weights in two parts."""
         buffers = {
             name: value.to(self._device, copy=True)
             for name, value in inputs.items()
@@ -306,11 +320,13 @@ class TrainStep:
             self._tables = CapturedTables(self._device)
         for clock in self.optimizer._clocks:
             clock.refresh()
+        queue = self.optimizer._queue
         try:
             with self._on_side_stream(), self._tables.collecting():
-                queue = self.optimizer._queue
                 # With `update="step"` there is no backward pass left to run beside.
                 queue.side = None if queue.deferred else SideStream(self._device)
+                for slot in tied:
+                    slot.split = SplitUpdate(slot.name, partial(queue.start_split, slot))
                 with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
                     loss = self._step({**inputs, **buffers})
         except Exception as error:
@@ -321,6 +337,9 @@ class TrainStep:
             raise RuntimeError(
                 f"the step cannot be captured in a CUDA graph: {reason}; use graph=False"
             ) from cause
+        finally:
+            for slot in tied:
+                slot.split = None
         self._pool = graph.pool()
         self._tables.fill()
         return _Graph(graph, buffers, loss)

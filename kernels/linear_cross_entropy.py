@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from forge.kernels.runtime import on_device, power_of_2, runs_triton, tl, triton
+from forge.kernels.runtime import on_device, power_of_2, runs_triton, tl, triton, wide_product
 
 # Takes the factors x [T, C], dy [T, V] of the weight's gradient dy^T x; False: it must be formed.
 Collect = Callable[[Tensor, Tensor], bool]
@@ -137,13 +137,6 @@ def _cross_entropy(
         )
 
 
-def _wide_product(a: Tensor, b: Tensor) -> Tensor:
-    """``a b``, fp32: a partial sum, not to be rounded before it is added to the others."""
-    if a.is_cuda and a.dtype != torch.float32:
-        return torch.mm(a, b, out_dtype=torch.float32)
-    return torch.mm(a, b).float()
-
-
 def _scaled(t: Tensor, factor: Tensor) -> Tensor:
     """``t * factor`` in the dtype of ``t``, the factor and the product in fp32."""
     # As a matrix: a 0-d factor would be rounded to the dtype of `t` first.
@@ -207,7 +200,7 @@ class ChunkedLinearCrossEntropyFunction(torch.autograd.Function):
                 dz, labels, lse, target, count, dloss, first, ctx.ignore_index, False, True
             )
             if dhidden is not None:
-                dhidden += _wide_product(dz, part)
+                dhidden += wide_product(dz, part)
             if dweight is not None:
                 torch.mm(dz.t(), hidden, out=dweight[first : first + ctx.chunk])
         dhidden = dhidden.to(hidden.dtype) if dhidden is not None else None

@@ -70,6 +70,13 @@ def as_rows(t: Tensor) -> Tensor:
     return t if t.stride(1) == 1 else t.contiguous()
 
 
+def wide_product(a: Tensor, b: Tensor) -> Tensor:
+    """``a b`` of matrices, fp32: for a partial sum, not to be rounded before the rest is added."""
+    if a.is_cuda and a.dtype != torch.float32:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return torch.mm(a.float(), b.float())
+
+
 def bits_of(x: Tensor) -> Tensor:
     """The bits of fp32 ``x`` as int32."""
     return x.view(torch.int32)

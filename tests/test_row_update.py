@@ -8,7 +8,7 @@ import torch
 from forge.kernels import wgrad_auto
 from forge.kernels.apply_rule import apply_rule
 from forge.kernels.block_code import scale_shape
-from forge.kernels.row_update import Rows, add_product, row_update
+from forge.kernels.row_update import Rows, RowsApart, add_product, row_update
 from forge.kernels.target import Target
 from forge.optim.rules import ADAMW
 
@@ -99,6 +99,30 @@ def test_stores_the_bits_that_the_whole_gradient_gives(device, what, dtype, stat
     seed = torch.tensor(7, dtype=torch.int32, device=device)
     row_update(*zip(*parts, strict=True), ours, scalars(device), seed, ADAMW.update)
     apply_rule([grad.to(device, dtype)], [wanted], scalars(device), seed, ADAMW.update)
+    for a, b in zip(stored(ours), stored(wanted), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("columns", [C, 300])
+@pytest.mark.parametrize(
+    ("dtype", "states"),
+    [(torch.float32, "same"), (torch.bfloat16, "same"), (torch.bfloat16, "int8")],
+)
+def test_rows_apart_store_the_bits_of_one_update(device, dtype, states, columns):
+    """The whole from the product first, the looked-up rows once more when theirs is known."""
+    ids = repeated_ids(device)
+    make = dict(device=device, dtype=dtype)
+    tokens = ids.numel()
+    dy = whole_numbers(tokens, V, **make)
+    x, rows = (whole_numbers(*shape, columns, **make) for shape in ([tokens], ids.shape))
+    ours = make_target(device, dtype, states, columns)
+    wanted = clone(ours)
+    seed = torch.tensor(7, dtype=torch.int32, device=device)
+    arguments = (scalars(device), seed, ADAMW.update)
+    apart = RowsApart(ids, dy, x, ours)
+    row_update([dy], [x], ours, *arguments)
+    apart.update(rows, *arguments)
+    row_update([dy, ids], [x, rows], wanted, *arguments)
     for a, b in zip(stored(ours), stored(wanted), strict=True):
         assert torch.equal(a, b)
 

@@ -1,0 +1,65 @@
+"""A tied weight's update in a captured step: most of it at the start of the backward pass.
+
+The head's product touches every row and exists first; the embedding's rows come last. Waiting for
+them keeps the gradient of the logits until the end and leaves the whole update behind the backward
+pass. Instead every row is updated from the product at once, beside the backward pass, and the rows
+that were looked up once more at the end (:class:`~forge.kernels.row_update.RowsApart`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from torch import Tensor
+
+from forge.kernels.row_update import RowsApart, is_rows
+
+
+class SplitUpdate:
+    """The two parts of one weight's update. Any other use of the weight is an error.
+
+    That is noticed, at the latest, when the gradient is complete: during a capture, when nothing
+    has run. ``forge.TrainStep`` then captures the step without.
+
+    Args:
+        name: of the weight, for messages.
+        start: given (x, dy, ids), launches the update of all rows.
+    """
+
+    def __init__(self, name: str, start: Callable[[Tensor, Tensor, Tensor], RowsApart]) -> None:
+        self.name = name
+        self._start = start
+        self._ids: list[Tensor] = []
+        self.apart: RowsApart | None = None  # once the first part is launched
+
+    def look_up(self, ids: Tensor) -> None:
+        """Note what the forward pass looks up; negative ids do not count."""
+        self._ids.append(ids)
+
+    def take(self, x: Tensor, dy: Tensor) -> bool:
+        """Update from the product of these factors now. False: they are not the head's, or alone.
+
+        Raises:
+            RuntimeError: this weight was updated already.
+        """
+        if is_rows(dy) or not self._ids:
+            return False
+        if self.apart is not None or len(self._ids) > 1:
+            self._refuse()
+        x, dy = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
+        self.apart = self._start(x, dy, self._ids[0])
+        return True
+
+    def check(self, factors: list[Any], grad: Tensor | None) -> None:
+        """Refuse what the two parts do not cover.
+
+        Raises:
+            RuntimeError: the gradient has other parts.
+        """
+        lookups = all(is_rows(dy) for _, dy, _ in factors)
+        if grad is not None or len(self._ids) > 1 or len(factors) > 1 or not lookups:
+            self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        raise RuntimeError(f"{self.name!r} is used by more than one head and one embedding")
