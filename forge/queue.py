@@ -16,28 +16,16 @@ from forge.deferred import DeferredGradient, refuse_second_backward
 from forge.kernels.apply_rule import apply_rule
 from forge.kernels.column_sum import column_sums
 from forge.kernels.row_update import Rows, RowsApart, add_product, is_rows, row_update
-from forge.kernels.runtime import Dual, as_rows
+from forge.kernels.runtime import as_rows
 from forge.kernels.target import Target
 from forge.kernels.wgrad_auto import choose_path, wgrad_update_auto
 from forge.linear import Factors, Slot
 from forge.optim.rules import Rule
 from forge.optim.states import convert_states, new_states, stored_names
-from forge.side_stream import SideStream
 
 # A launch for every small layer costs more host time than the layer's update takes on the GPU. This
 # much of gradients, and as much of the factors of fused ones, may wait for the next launch.
 QUEUE_BYTES = 128 * 2**20
-# In a captured step launches cost nothing; the sooner they go out, the more of the backward pass
-# they can run beside.
-CAPTURED_BYTES = 48 * 2**20
-# Up to so many tokens a layer's kernels leave multiprocessors idle. The update beside them gets so
-# many of 132; with more it takes those that the backward pass needs.
-BESIDE_TOKENS = 2048
-BESIDE_PROGRAMS = 48
-_ALL = 2**20
-
-
-Arguments = tuple[Tensor, Tensor | None, Dual]  # scalars, seed and rule of a launch
 
 
 @dataclass
@@ -79,7 +67,6 @@ class UpdateQueue:
         self.stochastic = stochastic
         self.path = path
         self.captured = False  # whether a CUDA graph is to replay the launches
-        self.side: SideStream | None = None  # where launches of a captured step may go
         self.deferred = False  # whether updates wait for step()
         self.state = state
         self._fused = _Waiting()  # weights whose gradient is a product of factors
@@ -160,7 +147,7 @@ class UpdateQueue:
             slot.mark_applied()
         slot.updated = True
         waiting.entries.append((slot, factors, grad))
-        if waiting.bytes > (QUEUE_BYTES if self.side is None else CAPTURED_BYTES):
+        if waiting.bytes > QUEUE_BYTES:
             self._launch(waiting)
 
     def discard(self) -> None:
@@ -176,16 +163,14 @@ class UpdateQueue:
 
     def flush(self) -> None:
         """Launch every queued update."""
-        self._launch(self._fused, last=True)
+        self._launch(self._fused)
         self._launch(self._plain)
-        if self.side is not None:
-            self.side.join()
 
-    def _launch(self, waiting: _Waiting, last: bool = False) -> None:
+    def _launch(self, waiting: _Waiting) -> None:
         with self._lock, torch.no_grad():
-            self._launch_locked(waiting, last)
+            self._launch_locked(waiting)
 
-    def _launch_locked(self, waiting: _Waiting, last: bool) -> None:
+    def _launch_locked(self, waiting: _Waiting) -> None:
         entries = waiting.entries[:]
         batches: dict[tuple, _Batch] = {}
         last_key: tuple = ()
@@ -235,12 +220,13 @@ class UpdateQueue:
                     clock.begin()
                 arguments = (clock.scalars, seed, self.rule.update)
                 first, second, targets = batch.first, batch.second, batch.targets
-                if alone is not None and _begun(alone):
-                    self._finish_split(alone, second, arguments)
+                if alone is not None and alone.split is not None and alone.split.apart is not None:
+                    for rows in second:  # none, if nothing that was looked up counts
+                        alone.split.apart.update(rows, *arguments)
                 elif alone is not None:
                     row_update(first, second, targets[0], *arguments)
                 elif fused:
-                    self._update_fused(batch, arguments, last)
+                    wgrad_update_auto(first, second, targets, *arguments, self.path, self.captured)
                 else:
                     grads = column_sums(second) if second else first
                     apply_rule(grads, targets, *arguments)
@@ -248,46 +234,24 @@ class UpdateQueue:
             # must not be differentiated again.
             increment_version([target.param for target in batch.targets])
 
-    def _update_fused(self, batch: _Batch, arguments: Arguments, last: bool) -> None:
-        first, second, targets = batch.first, batch.second, batch.targets
-        # Beside the last ones nothing is left to run.
-        programs = None if self.side is None else _ALL if last else BESIDE_PROGRAMS
-        with self._beside([*first, *second]):
-            wgrad_update_auto(
-                first, second, targets, *arguments, self.path, self.captured, programs
-            )
-
-    def _beside(self, read: list[Tensor]) -> AbstractContextManager:
-        """Context in which launches that read these tensors [..., C] may go to the side stream."""
-        if self.side is None or read[0].numel() > BESIDE_TOKENS * read[0].shape[-1]:
-            return nullcontext()
-        return self.side.beside(read)
-
     def start_split(self, slot: Slot, x: Tensor, dy: Tensor, ids: Tensor) -> RowsApart:
         """Update a tied weight from its head's factors now, see :class:`forge.tied.SplitUpdate`."""
         self._enter(slot, torch._C._current_graph_task_id())
         with self._lock, torch.no_grad():
-            target = slot.target = slot.target or self._target(slot)
-            clock = slot.clock
+            target, clock = slot.target, slot.clock
+            if target is None or target.address != slot.param.data_ptr():
+                target = slot.target = self._target(slot)
             if not clock.running:
                 clock.begin()
             seed = clock.seed if self.stochastic else None
             arguments = (clock.scalars, seed, self.rule.update)
-            with self._beside([x, dy]):
-                apart = RowsApart(ids, dy, x, target)
-                if choose_path(dy, x, target, self.captured) == "hopper":
-                    operands = ([dy], [x], [target], *arguments, "hopper", self.captured)
-                    wgrad_update_auto(*operands, BESIDE_PROGRAMS)
-                else:
-                    row_update([dy], [x], target, *arguments)
+            apart = RowsApart(ids, dy, x, target)
+            if choose_path(dy, x, target, self.captured) == "hopper":
+                wgrad_update_auto([dy], [x], [target], *arguments, "hopper", self.captured)
+            else:
+                row_update([dy], [x], target, *arguments)
             increment_version([target.param])
         return apart
-
-    def _finish_split(self, slot: Slot, rows: list[Tensor], arguments: Arguments) -> None:
-        assert slot.split is not None and slot.split.apart is not None
-        for some in rows:  # none, if nothing that was looked up counts
-            with self._beside([some]):
-                slot.split.apart.update(some, *arguments)
 
     def _target(self, slot: Slot) -> Target:
         param = slot.param

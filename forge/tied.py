@@ -1,8 +1,8 @@
 """A tied weight's update in a captured step: most of it at the start of the backward pass.
 
 The head's product touches every row and exists first; the embedding's rows come last. Waiting for
-them keeps the gradient of the logits until the end and leaves the whole update behind the backward
-pass. Instead every row is updated from the product at once, beside the backward pass, and the rows
+them keeps the gradient of the logits until the end, and the sum of both must be formed before the
+update. Instead every row is updated from the product at once, by the fused kernel, and the rows
 that were looked up once more at the end (:class:`~forge.kernels.row_update.RowsApart`).
 """
 

@@ -18,7 +18,6 @@ from torch.autograd.graph import increment_version
 from forge.kernels.target import CapturedTables
 from forge.linear import Slot
 from forge.optimizer import ForgeOptimizer
-from forge.side_stream import SideStream
 from forge.state_dict import same
 from forge.tied import SplitUpdate
 
@@ -287,7 +286,7 @@ class TrainStep:
                         slot.renew(queue)
                 yield
         finally:
-            queue.captured, queue.side = False, None
+            queue.captured = False
             current.wait_stream(self._stream)
 
     def _refuse_stray_gradients(self) -> None:
@@ -323,8 +322,6 @@ class TrainStep:
         queue = self.optimizer._queue
         try:
             with self._on_side_stream(), self._tables.collecting():
-                # With `update="step"` there is no backward pass left to run beside.
-                queue.side = None if queue.deferred else SideStream(self._device)
                 for slot in tied:
                     slot.split = SplitUpdate(slot.name, partial(queue.start_split, slot))
                 with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):

@@ -126,13 +126,11 @@ def wgrad_update_auto(
     rule: Dual,
     path: str = "auto",
     captured: bool = False,
-    programs: int | None = None,
 ) -> None:
     """As :func:`forge.kernels.wgrad_update.wgrad_update`, by ``path``.
 
     A forced path that cannot take a weight leaves it to the automatic choice; ``check_path`` tells
-    beforehand. ``captured`` as in :func:`choose_path`; ``programs`` at most, where the path can be
-    held to a part of the GPU (``hopper``).
+    beforehand. ``captured`` as in :func:`choose_path`.
     """
     groups: dict[tuple[str, int], list[int]] = {}
     for i, (dy, x, target) in enumerate(zip(dys, xs, targets, strict=True)):
@@ -143,16 +141,15 @@ def wgrad_update_auto(
         tokens = x.numel() // x.shape[-1] if chosen == "hopper" else 0
         groups.setdefault((chosen, tokens), []).append(i)
     for (chosen, _), members in groups.items():
-        operands = (
+        update = {"tiles": wgrad_update, "scratch": _scratch, "hopper": _overlapped}[chosen]
+        update(
             [dys[i] for i in members],
             [xs[i] for i in members],
             [targets[i] for i in members],
+            scalars,
+            seed,
+            rule,
         )
-        if chosen == "hopper":
-            _overlapped(*operands, scalars, seed, rule, programs)
-        else:
-            update = {"tiles": wgrad_update, "scratch": _scratch}[chosen]
-            update(*operands, scalars, seed, rule)
 
 
 def _rows(t: Tensor) -> Tensor:
@@ -169,12 +166,11 @@ def _overlapped(
     scalars: Tensor,
     seed: Tensor | None,
     rule: Dual,
-    programs: int | None,
 ) -> None:
     from forge.kernels.wgrad_update_hopper import wgrad_update_hopper
 
     dys, xs = [_rows(dy) for dy in dys], [_rows(x) for x in xs]
-    wgrad_update_hopper(dys, xs, targets, scalars, seed, rule, programs)
+    wgrad_update_hopper(dys, xs, targets, scalars, seed, rule)
 
 
 def _scratch(

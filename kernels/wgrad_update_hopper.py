@@ -33,7 +33,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from forge.kernels.runtime import Dual, processors
+from forge.kernels.runtime import Dual
 from forge.kernels.target import Target
 
 GROUPS = 4  # matrices a launch: with more, its arguments pass 4 KB, which costs 0.3 ms in 1.6
@@ -417,22 +417,19 @@ def wgrad_update_hopper(
     scalars: Tensor,
     seed: Tensor | None,
     rule: Dual,
-    programs: int | None = None,
 ) -> None:
     """As :func:`forge.kernels.wgrad_update.wgrad_update`, for bf16 weights and two bf16 states.
 
     ``dys`` [M, N] and ``xs`` [M, K] are bf16, with rows aligned to 16 bytes, and have one M, at
-    least 1; N is a multiple of 8, K of 256, and every salt of 256. With ``programs`` only so many
-    multiprocessors are taken, and what other streams run has the rest.
+    least 1; N is a multiple of 8, K of 256, and every salt of 256.
     """
     device = targets[0].param.device
-    sms = processors(targets[0].param)
-    most = sms if programs is None else min(sms, programs)
+    sms = torch.cuda.get_device_properties(device).multi_processor_count
     with torch.cuda.device(device):
         for start in range(0, len(targets), GROUPS):
             group = slice(start, start + GROUPS)
             tiles, arguments = _arguments(dys[group], xs[group], targets[group])
-            _wgrad_update_hopper_kernel[(min(most, tiles),)](
+            _wgrad_update_hopper_kernel[(min(sms, tiles),)](
                 *arguments,
                 dys[0].shape[0],
                 start,
@@ -442,8 +439,7 @@ def wgrad_update_hopper(
                 RULE=gluon_rule(rule),
                 STOCHASTIC=seed is not None,
                 num_warps=8,
-                # Beside another stream the first of a chain is ordered by events, whole launches.
-                launch_pdl=programs is None or start > 0,
+                launch_pdl=True,
             )
 
 
