@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.nn.functional as F
@@ -180,6 +180,14 @@ def collector(param: Tensor | None) -> Callable[[Tensor], bool] | None:
     return lambda parts: slot.collect(parts, parts[:, :0])
 
 
+def refuse_create_graph(name: str) -> NoReturn:
+    """Raise the RuntimeError of a backward that is to be differentiated."""
+    raise RuntimeError(
+        f"create_graph=True: the weight {name!r} is updated inside backward, so its backward "
+        "cannot be differentiated; use torch.optim.AdamW for this model"
+    )
+
+
 class LinearFunction(torch.autograd.Function):
     """``y = x W^T + b`` whose backward gives ``x`` and ``dy`` to the weight's slot, not ``dW``."""
 
@@ -196,10 +204,7 @@ class LinearFunction(torch.autograd.Function):
     def backward(ctx, dy: Tensor):
         slot = ctx.slot
         if torch.is_grad_enabled():
-            raise RuntimeError(
-                f"create_graph=True: the weight {slot.name!r} is updated inside backward, so "
-                "its backward cannot be differentiated; use torch.optim.AdamW for this model"
-            )
+            refuse_create_graph(slot.name)
         x, weight = ctx.saved_tensors
         need_x, need_weight, need_bias, _ = ctx.needs_input_grad
         dx = dw = db = None

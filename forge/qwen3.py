@@ -32,9 +32,10 @@ from transformers.models.qwen3.modeling_qwen3 import (
 from forge.kernels.linear_cross_entropy import linear_cross_entropy
 from forge.kernels.qk_norm_rope import qk_norm_rope, qkv_norm_rope
 from forge.kernels.rms_norm import add_rms_norm, rms_norm
-from forge.kernels.swiglu import packed_swiglu, swiglu
+from forge.kernels.swiglu import swiglu
 from forge.linear import ForgeLinear, collector, slot_of
 from forge.packed_linear import is_plain, packed_linear, plain_weight
+from forge.swiglu_linear import swiglu_linear
 
 # Logits of up to so many bytes are kept (4,096 tokens of Qwen3 in bf16: 1.2 GB); larger ones are
 # formed twice, in slices of the vocabulary: a fifth more time in the head, a fraction of memory.
@@ -144,7 +145,7 @@ class ForgeQwen3MLP(Qwen3MLP):
         gate_up = packed_linear(x, (self.gate_proj, self.up_proj))
         if gate_up is None:
             return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
-        return self.down_proj(packed_swiglu(gate_up, overwrite=True))
+        return swiglu_linear(gate_up, self.down_proj)
 
 
 class ForgeQwen3DecoderLayer(Qwen3DecoderLayer):

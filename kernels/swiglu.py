@@ -48,6 +48,7 @@ def _swiglu_bwd_kernel(
     up_ptr,
     dgate_ptr,  # may be gate and up themselves
     dup_ptr,
+    y_ptr,  # None, or where y is written once more
     dy_pitch,
     gate_pitch,
     up_pitch,
@@ -67,6 +68,9 @@ def _swiglu_bwd_kernel(
     dup = dy * gate * s
     tl.store(dgate_ptr + row * dgate_pitch + f, dgate.to(dgate_ptr.dtype.element_ty), mask)
     tl.store(dup_ptr + row * dup_pitch + f, dup.to(dup_ptr.dtype.element_ty), mask)
+    if y_ptr is not None:
+        y = gate * s * up
+        tl.store(y_ptr + row * F + f, y.to(y_ptr.dtype.element_ty), mask)
 
 
 def _grid(rows: Tensor) -> tuple[tuple[int, int], dict[str, int]]:
@@ -89,11 +93,14 @@ def swiglu_forward(gate: Tensor, up: Tensor) -> Tensor:
     return y
 
 
-def swiglu_backward(dy: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Tensor) -> None:
+def swiglu_backward(
+    dy: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Tensor, y: Tensor | None = None
+) -> None:
     """Write the gradients of ``gate`` and ``up``, by the kernel.
 
     Args:
         dgate, dup: [M, F] rows to write, of any pitch; may be the rows of ``gate`` and ``up``.
+        y: contiguous [..., F]: the forward pass's result is written to it, too.
     """
     dys, gates, ups = as_rows(dy), as_rows(gate), as_rows(up)
     grid, tile = _grid(gates)
@@ -105,6 +112,7 @@ def swiglu_backward(dy: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Te
                 ups,
                 dgate,
                 dup,
+                y,
                 dys.stride(0),
                 gates.stride(0),
                 ups.stride(0),
