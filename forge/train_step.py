@@ -320,6 +320,9 @@ class TrainStep:
         for clock in self.optimizer._clocks:
             clock.refresh()
         queue = self.optimizer._queue
+        # The graph gets workspaces of its own; what eager steps left would stay beside them.
+        torch.cuda.synchronize(self._device)
+        torch._C._cuda_clearCublasWorkspaces()
         try:
             with self._on_side_stream(), self._tables.collecting():
                 for slot in tied:

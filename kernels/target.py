@@ -51,6 +51,7 @@ class Target:
         "flat_bits",
         "matrix_bits",
         "dtypes",
+        "parts",
     )
 
     def __init__(
@@ -73,19 +74,23 @@ class Target:
         self.flat_bits = reduce(or_, addresses, param.numel())
         self.matrix_bits = reduce(or_, addresses, rows | columns)
         self.dtypes = (param.dtype, states[0].dtype if states else None)
+        self.parts: dict[tuple[int, int], Target] = {}
 
     def rows(self, first: int, last: int) -> Target:
-        """The target of rows ``first`` to ``last`` of a contiguous matrix.
+        """The target of rows ``first`` to ``last`` of a contiguous matrix, made once.
 
         Its random bits are those that the whole draws there.
         """
-        salt = self.salt + first * self.param.shape[1]
-        return Target(
-            self.param[first:last],
-            [s[first:last] for s in self.states],
-            (salt + 2**31) % 2**32 - 2**31,
-            [s[first:last] for s in self.scales],
-        )
+        part = self.parts.get((first, last))
+        if part is None:
+            salt = self.salt + first * self.param.shape[1]
+            part = self.parts[first, last] = Target(
+                self.param[first:last],
+                [s[first:last] for s in self.states],
+                (salt + 2**31) % 2**32 - 2**31,
+                [s[first:last] for s in self.scales],
+            )
+        return part
 
 
 class Table:
