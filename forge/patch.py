@@ -9,7 +9,13 @@ from torch import nn
 
 # Imported with the package, not with the first model: Triton decides while a kernel is decorated
 # whether it will be interpreted.
-from forge.kernels import linear_cross_entropy, qk_norm_rope, rms_norm, swiglu  # noqa: F401
+from forge.kernels import (  # noqa: F401
+    attention,
+    linear_cross_entropy,
+    qk_norm_rope,
+    rms_norm,
+    swiglu,
+)
 from forge.packed_linear import pack, plain_weight, unpack
 
 SUPPORTED = "Qwen3 (dense: Qwen3ForCausalLM, Qwen3Model and the other heads on it)"
