@@ -9,13 +9,17 @@ from torch import nn
 
 # Imported with the package, not with the first model: Triton decides while a kernel is decorated
 # whether it will be interpreted.
+import forge.kernels.attention  # noqa: F401  (its name is an argument's below)
 from forge.kernels import linear_cross_entropy, qk_norm_rope, rms_norm, swiglu  # noqa: F401
 from forge.packed_linear import pack, plain_weight, unpack
 
+ATTENTION = ("auto", "sdpa", "forge")
 SUPPORTED = "Qwen3 (dense: Qwen3ForCausalLM, Qwen3Model and the other heads on it)"
 
 
-def optimize(model: nn.Module, *, fused_loss: bool = True, undo: bool = False) -> Any:
+def optimize(
+    model: nn.Module, *, fused_loss: bool = True, attention: str = "auto", undo: bool = False
+) -> Any:
     """Make a Hugging Face model train faster, in place; what it computes stays, up to rounding.
 
     - q, k, v and gate, up become one product each: their weights move into one buffer. Parameters,
@@ -34,14 +38,22 @@ def optimize(model: nn.Module, *, fused_loss: bool = True, undo: bool = False) -
     Args:
         model: the model, or any module around it.
         fused_loss: False keeps the plain head, and so the logits, in training too.
+        attention: "forge" takes this package's causal attention, made for short sequences, in
+            place of SDPA, and raises in the forward pass where it cannot (a mask, dropout,
+            another implementation, a CPU); with a KV cache and under ``torch.compile`` the plain
+            module runs, as ever. "sdpa" keeps what the model was configured with; "auto" takes
+            what is known to be faster, which is the latter for now.
         undo: restore the plain modules, with every weight in memory of its own.
 
     Returns:
         ``model`` itself.
 
     Raises:
-        ValueError: nothing in ``model`` is of a supported architecture.
+        ValueError: nothing in ``model`` is of a supported architecture, or ``attention`` is none
+            of the three.
     """
+    if attention not in ATTENTION:
+        raise ValueError(f"attention={attention!r}: must be one of {', '.join(ATTENTION)}")
     try:
         from forge import qwen3
     except ImportError:
@@ -60,12 +72,15 @@ def optimize(model: nn.Module, *, fused_loss: bool = True, undo: bool = False) -
         other_activation = new is qwen3.ForgeQwen3MLP and module.config.hidden_act != "silu"
         if new is not None and not other_activation:
             module.__class__ = new  # type: ignore[assignment]
+        module.__dict__.pop("_attention", None)
         if undo:
             module.__dict__.pop("_following", None)
         else:
             _each_group(module, qwen3, pack)
             if isinstance(module, qwen3.Qwen3Model):
                 qwen3.link(module)
+            if isinstance(module, qwen3.ForgeQwen3Attention):
+                module.__dict__["_attention"] = attention
     for module in model.modules():
         if isinstance(module, qwen3.Qwen3ForCausalLM):
             _swap_head(module, qwen3.forward_with_fused_loss, fused_loss and not undo)

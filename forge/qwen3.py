@@ -29,9 +29,11 @@ from transformers.models.qwen3.modeling_qwen3 import (
     eager_attention_forward,
 )
 
+from forge.kernels.attention import DTYPES, HEAD_SIZES, attention
 from forge.kernels.linear_cross_entropy import linear_cross_entropy
 from forge.kernels.qk_norm_rope import qk_norm_rope, qkv_norm_rope
 from forge.kernels.rms_norm import add_rms_norm, rms_norm
+from forge.kernels.runtime import runs_triton
 from forge.kernels.swiglu import swiglu
 from forge.linear import ForgeLinear, collector, slot_of
 from forge.packed_linear import is_plain, packed_linear, plain_weight
@@ -41,6 +43,10 @@ from forge.swiglu_linear import swiglu_linear
 # formed twice, in slices of the vocabulary: a fifth more time in the head, a fraction of memory.
 LOGITS_BYTES = 2 * 2**30
 SLICE_BYTES = 512 * 2**20
+
+# `forge.optimize(attention="auto")` takes this package's attention for so many tokens or fewer. 0:
+# for none, until a measurement says up to where it wins.
+SHORT = 0
 
 
 class ForgeQwen3RMSNorm(Qwen3RMSNorm):
@@ -87,7 +93,7 @@ def _add(norm: nn.Module | None, x: Tensor, residual: Tensor) -> Tensor:
 
 
 class ForgeQwen3Attention(Qwen3Attention):
-    """One product for q, k and v, one kernel for their norms and rotation; attention as it was."""
+    """One product for q, k and v, one kernel for their norms and rotation; see ``_attend``."""
 
     def forward(
         self,
@@ -119,21 +125,73 @@ class ForgeQwen3Attention(Qwen3Attention):
             q, k = self.q_proj(hidden_states), self.k_proj(hidden_states)
             q, k = qk_norm_rope(q, k, *weights, cos, sin, eps, collect=collect)
             v = self.v_proj(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        out, scores = self._attend(q, k, v, attention_mask, kwargs)
+        return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1)), scores
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, kwargs: dict[str, Any]
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attention [B, T, H, D] of q [B, H, T, D], k and v, and the scores where they exist.
+
+        By this package's kernel if ``attention="forge"``, or if ``"auto"`` and it is known to win:
+        up to ``SHORT`` tokens in bf16 or fp16, on Hopper. Otherwise by what the model was
+        configured with, which is all there is for a mask, dropout and other implementations.
+        """
+        asked = self.__dict__.get("_attention", "auto")
+        if asked == "forge" or (asked == "auto" and _is_short(q)):
+            reason = self._needs_sdpa(q, v, mask, kwargs)
+            if reason is None:
+                return attention(q, k, v, self.scaling).transpose(1, 2), None
+            if asked == "forge":
+                raise ValueError(f'attention="forge": {reason}; use forge.optimize(model)')
         attend: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward
         )
-        out, scores = attend(
+        return attend(
             self,
             q,
             k,
             v,
-            attention_mask,
+            mask,
             dropout=self.attention_dropout if self.training else 0.0,
             scaling=self.scaling,
             sliding_window=self.sliding_window,
             **kwargs,
         )
-        return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1)), scores
+
+    def _needs_sdpa(
+        self, q: Tensor, v: Tensor, mask: Tensor | None, kwargs: dict[str, Any]
+    ) -> str | None:
+        """Why this package's attention cannot do what was asked for; None if it can."""
+        configured = self.config._attn_implementation
+        if configured != "sdpa":
+            # FlashAttention finds packed sequences in the positions, without a mask.
+            return f"it stands in for SDPA, and the model was configured with {configured}"
+        if mask is not None:
+            return "it is causal alone, and padding, packed sequences or a window need a mask"
+        if not (self.is_causal and kwargs.get("is_causal", True)):
+            return "it is causal, and this layer is not"
+        if self.training and self.attention_dropout:
+            return "it has no dropout"
+        if torch.is_autocast_enabled(q.device.type):
+            return "it does not cast, as autocast asks for"
+        if q.dtype not in DTYPES or v.dtype != q.dtype:
+            return f"queries and values are {q.dtype} and {v.dtype}"
+        if q.shape[-1] not in HEAD_SIZES:
+            return f"heads have a size of {q.shape[-1]}, none of {HEAD_SIZES}"
+        if not runs_triton(q):
+            return "it needs a CUDA GPU"
+        return None
+
+
+def _is_short(q: Tensor) -> bool:
+    """Whether this package's attention wins, for queries [B, H, T, D]."""
+    return (
+        q.shape[2] <= SHORT
+        and q.is_cuda
+        and q.element_size() == 2
+        and torch.cuda.get_device_capability(q.device) == (9, 0)
+    )
 
 
 class ForgeQwen3MLP(Qwen3MLP):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # The first match names the backend; the math path is seen by its softmax.
@@ -29,10 +30,25 @@ class _Names(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def _differentiates(loss: Tensor, function: str) -> bool:
+    """Whether an autograd function of this name is behind ``loss``."""
+    found: set[Node] = set()
+    left = [loss.grad_fn]
+    while left:
+        node = left.pop()
+        if node is not None and node not in found:
+            found.add(node)
+            left += [following for following, _ in node.next_functions]
+    return any(node.name() == f"{function}Backward" for node in found)
+
+
 def attention_backend(model: nn.Module, batch: dict[str, Tensor]) -> str:
     """Run one forward of ``model`` (with gradients, as in training) and name its attention."""
     with _Names() as seen:
-        model(**batch)
+        out: Any = model(**batch)
+    # Its kernels are no operators of torch; what they are launched by is a node of the graph.
+    if _differentiates(out.loss, "AttentionFunction"):
+        return "forge"
     for fragment, name in _BACKENDS:
         if any(fragment in op for op in seen.names if "log_softmax" not in op):
             return name

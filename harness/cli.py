@@ -141,7 +141,7 @@ def run(
     kernels: Annotated[
         str | None, typer.Option(help=f"the model's kernels: {', '.join(KERNELS)}")
     ] = None,
-    attention: Annotated[str, typer.Option(help="sdpa or flash")] = "sdpa",
+    attention: Annotated[str, typer.Option(help=options.ATTENTION_HELP)] = "sdpa",
     execution: Annotated[str | None, typer.Option(help=f"{', '.join(EXECUTIONS)}")] = None,
     data: Annotated[str, typer.Option(help="stdlib, random, or a text file or folder")] = "stdlib",
     device: Annotated[str | None, typer.Option(help="cuda or cpu (default: cuda if any)")] = None,
@@ -176,6 +176,7 @@ def run(
         batches = options.checked(batches_of, settings)
     else:
         where = options.device(device)
+        rows = options.rows(optimizers, where, kernels, execution, states)
         settings = options.checked(
             Settings,
             run_id="",
@@ -186,7 +187,7 @@ def run(
             seq=seq or (512 if where == "cuda" else 128),
             steps=steps or (None if where == "cuda" else 5),
             warmup=warmup or (20 if where == "cuda" else 2),
-            attention=options.attention(attention, where),
+            attention=options.attention(attention, where, rows),
             data=data,
             device=where,
             dtype="bfloat16",
@@ -197,7 +198,6 @@ def run(
             timeout_s=timeout,
             rows=[],
         )
-        rows = options.rows(optimizers, where, kernels, execution, states)
         _check_repeats(settings, rows)
         batches = options.checked(batches_of, settings)
         folder, settings = _create(out, settings, rows)

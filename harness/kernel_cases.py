@@ -19,6 +19,7 @@ from torch import Tensor
 
 from forge.harness.shapes import Shape
 from forge.harness.torch_qwen3 import rotate
+from forge.kernels.attention import attention, attention_reference
 from forge.kernels.linear_cross_entropy import (
     linear_cross_entropy,
     linear_cross_entropy_reference,
@@ -165,6 +166,12 @@ def _by_heads(norm: Callable[..., Tensor], rope: Callable[..., Any]) -> Callable
     return apply
 
 
+def _heads(shape: Shape, tokens: int) -> tuple[Tensor, ...]:
+    """q, k and v [1, heads, T, D], in memory [1, T, heads, D]."""
+    counts = (shape.heads, shape.kv_heads, shape.kv_heads)
+    return tuple(_random(1, tokens, n, shape.head_dim).transpose(1, 2) for n in counts)
+
+
 def _liger(name: str) -> Any:
     from liger_kernel.transformers import functional
 
@@ -230,6 +237,22 @@ OPS = (
         exact=swiglu_reference,
         liger=lambda gate, up: _liger("liger_swiglu")(gate, up),
         elements=lambda s, t: (3 * t * s.intermediate, 5 * t * s.intermediate),
+    ),
+    Op(
+        name="attention",
+        functions=("attention",),
+        inputs=lambda s, t: (_heads(s, t), ()),
+        ours=attention,
+        plain=partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True),
+        exact=attention_reference,
+        liger=None,  # it has none
+        # Backward also reads the output and its gradient.
+        elements=lambda s, t: (
+            2 * t * (s.q_width + s.kv_width),
+            4 * t * (s.q_width + s.kv_width),
+        ),
+        # Backward computes the scores again.
+        flops=lambda s, t: (2.0 * t * (t + 1) * s.q_width, 5.0 * t * (t + 1) * s.q_width),
     ),
     Op(
         name="linear_cross_entropy",

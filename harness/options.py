@@ -22,6 +22,7 @@ from forge.harness.workloads import ATTENTION, MODELS
 from forge.optim.registry import REGISTRY
 
 RESULTS = Path("results")
+ATTENTION_HELP = "sdpa, flash, or (with --kernels forge) forge"
 
 
 def refuse(message: str) -> NoReturn:
@@ -90,14 +91,19 @@ def model(asked: str | None, weights: str | None, device: str) -> str:
     return asked or ("qwen3-0.6b" if device == "cuda" else "qwen3-tiny")
 
 
-def attention(asked: str, device: str) -> str:
-    """``asked``, if it can be had."""
+def attention(asked: str, device: str, rows: Sequence[Row]) -> str:
+    """``asked``, if all ``rows`` can have it."""
     if asked not in ATTENTION:
         refuse(f"--attention: unknown {asked!r}; valid: {', '.join(ATTENTION)}")
     if asked == "flash" and device != "cuda":
         refuse("--attention flash: FlashAttention needs a CUDA device; use --attention sdpa")
     if asked == "flash" and importlib.util.find_spec("flash_attn") is None:
         refuse("--attention flash: flash-attn is not installed; use --attention sdpa")
+    if asked == "forge" and device != "cuda":
+        refuse("--attention forge: its kernel needs a CUDA device; use --attention sdpa")
+    others = [row.id for row in rows if row.kernels != "forge"]
+    if asked == "forge" and others:
+        refuse(f"--attention forge: not for {', '.join(others)}; add --kernels forge")
     return asked
 
 

@@ -124,7 +124,7 @@ def command(
     seq: Annotated[int | None, typer.Option(min=2, help="default: 512, 128 on a CPU")] = None,
     kernels: Annotated[str | None, typer.Option(help=", ".join(KERNELS))] = None,
     execution: Annotated[str | None, typer.Option(help=f"{', '.join(EXECUTIONS)}")] = None,
-    attention: Annotated[str, typer.Option(help="sdpa or flash")] = "sdpa",
+    attention: Annotated[str, typer.Option(help=options.ATTENTION_HELP)] = "sdpa",
     steps: Annotated[int, typer.Option(min=1, help="profiled steps")] = 5,
     warmup: Annotated[int, typer.Option(min=1, help="steps before them")] = 5,
     top: Annotated[int, typer.Option(min=1, help="kernels to show")] = 15,
@@ -148,7 +148,7 @@ def command(
     if settled:
         options.refuse(f"profile {method}: {settled[0]}: {settled[1]}")
     key, seq = options.model(model, None, where), seq or (512 if where == "cuda" else 128)
-    attention = options.attention(attention, where)
+    attention = options.attention(attention, where, [row])
     batches = _batches(batch, seq, MODELS[key].vocab, where)
     config = MODELS[key].hf_config()
     if where == "cpu":

@@ -131,7 +131,8 @@ def import_transformers() -> None:
             del sys.modules[name]
 
 
-ATTENTION = {"sdpa": "sdpa", "flash": "flash_attention_2"}
+# What transformers is told; "forge" is this package's kernel in place of SDPA.
+ATTENTION = {"sdpa": "sdpa", "flash": "flash_attention_2", "forge": "sdpa"}
 
 
 def build_model(
@@ -141,7 +142,8 @@ def build_model(
 
     Args:
         config: a transformers configuration.
-        attention: ``sdpa`` or ``flash``.
+        attention: ``sdpa`` (with ``forge`` kernels: what ``forge.optimize`` makes of it),
+            ``flash``, or ``forge``, for ``forge`` kernels.
         kernels: ``hf``, ``liger``, ``liger+flce``, ``torch`` (the plain PyTorch twin), or
             ``forge`` (``forge.optimize``).
     """
@@ -154,7 +156,7 @@ def build_model(
             config, dtype=dtype, attn_implementation=ATTENTION[attention]
         )
     fill_random(model, seed)
-    return _finish(model, kernels)
+    return _finish(model, kernels, attention)
 
 
 def load_model(
@@ -170,10 +172,10 @@ def load_model(
     )
     model.to(device)
     model.config.use_cache = False
-    return _finish(model, kernels)
+    return _finish(model, kernels, attention)
 
 
-def _finish(model: nn.Module, kernels: str) -> nn.Module:
+def _finish(model: nn.Module, kernels: str, attention: str) -> nn.Module:
     if kernels.startswith("liger"):
         check_liger(model, kernels == "liger+flce")
     if kernels == "torch":
@@ -183,5 +185,5 @@ def _finish(model: nn.Module, kernels: str) -> nn.Module:
     if kernels == "forge":
         from forge import optimize
 
-        optimize(model)
+        optimize(model, attention="forge" if attention == "forge" else "auto")
     return model.train()

@@ -12,6 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -19,6 +20,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from forge.kernels import (
     apply_rule,
+    attention,
     column_sum,
     linear_cross_entropy,
     qk_norm_rope,
@@ -174,6 +176,71 @@ def model_kernels() -> dict[str, dict[str, int]]:
     return found
 
 
+def attention_kernel(kernel: Any, tile: dict[str, int], size: int, **constants: Any) -> dict:
+    """A kernel of attention, bf16 tensors; a group of two query heads a key."""
+    names, tile = kernel.arg_names, dict(tile)
+    options = {n: tile.pop(n) for n in ("num_warps", "num_stages", "launch_pdl") if n in tile}
+    constants |= tile
+    rows = {"q": "BLOCK_Q", "k": "BLOCK_K", "v": "BLOCK_K"}
+    types: dict[str, Any] = {n: "*fp32" for n in ("lse_ptr", "delta_ptr", "parts_ptr")}
+    types |= {"c": "fp32", "scale": "fp32"} | dict.fromkeys(constants, "constexpr")
+    for n in ("q", "k", "v", "dout"):
+        block = tile.get("BLOCK", tile.get(rows.get(n, "")))
+        types[n] = f"tensordesc<bf16[1,1,{block},{size}]>"
+        types[f"{n}_rows"] = ("*bf16", "i32", "i32", "i32")
+    for n in ("lse", "delta"):
+        types[n] = f"tensordesc<fp32[1,{tile.get('BLOCK')}]>"
+    if "ROWS" in tile:
+        types |= {n: ("*bf16", "i32", "i32", "i32") for n in ("dout", "out")}
+    signature = {n: types.get(n, "*bf16" if n.endswith("_ptr") else "i32") for n in names}
+    free = ("B", "T", "rows", "c", "scale", *constants)
+    aligned: list[tuple[int, ...]] = []
+    for i, (n, kind) in enumerate(signature.items()):
+        if isinstance(kind, tuple):
+            aligned += [(i, j) for j in range(len(kind))]
+        elif n not in free and not kind.startswith("tensordesc"):
+            aligned.append((i,))
+    source = ASTSource(
+        kernel,
+        signature,
+        {(names.index(n),): value for n, value in constants.items()},
+        {position: [["tt.divisibility", 16]] for position in aligned},
+    )
+    return usage(source, options)
+
+
+def attention_kernels() -> dict[str, dict[str, int]]:
+    found = {}
+    for size in (64, 128):
+        q = torch.empty(1, 16, 1, size, dtype=torch.bfloat16)
+        common = attention._common(q, q[:, ::2])
+        found[f"attention {size}"] = attention_kernel(
+            attention._attention_fwd_kernel, attention._forward_tile(q), size, **common
+        )
+        for heads in (1, 2):
+            tile = attention._backward_tile(q) | {"launch_pdl": True}
+            found[f"attention backward {size} {heads}"] = attention_kernel(
+                attention._attention_bwd_kernel, tile, size, **common, HEADS=heads, PDL=True
+            )
+        found[f"model attention delta {size}"] = attention_kernel(
+            attention._attention_delta_kernel,
+            dict(ROWS=attention._DELTA_ROWS, num_warps=4),
+            size,
+            H=16,
+            D=size,
+            PDL=True,
+        )
+        found[f"model sum_heads {size}"] = attention_kernel(
+            attention._sum_heads_kernel,
+            dict(ROWS=attention._SUM_ROWS, num_warps=4, launch_pdl=True),
+            size,
+            GROUP=2,
+            D=size,
+            PDL=True,
+        )
+    return found
+
+
 def hopper_kernel(rule: Any, stochastic: bool) -> dict[str, int]:
     module = wgrad_update_hopper
     kernel = module._wgrad_update_hopper_kernel
@@ -196,7 +263,7 @@ def hopper_kernel(rule: Any, stochastic: bool) -> dict[str, int]:
 
 
 def main() -> None:
-    found = model_kernels()
+    found = model_kernels() | attention_kernels()
     for rule in (value for value in vars(rules).values() if isinstance(value, rules.Rule)):
         for states in ("bf16", "int8") if rule.states else ("bf16",):
             name = f"{rule.name} {'int8' * (states == 'int8')}".strip()
