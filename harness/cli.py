@@ -13,7 +13,6 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from forge.harness import (
     compare,
@@ -33,10 +32,10 @@ from forge.harness import (
 )
 from forge.harness.execution import EXECUTIONS
 from forge.harness.files import Patient, locked, write_atomically
+from forge.harness.logs import LOG_FILE
 from forge.harness.options import RESULTS
 from forge.harness.rows import KERNELS, Row
 from forge.harness.runner import (
-    LOG_FILE,
     MOST,
     Run,
     Settings,
@@ -253,15 +252,7 @@ def _create(out: Path, settings: Settings, rows: list[Row]) -> tuple[Path, Setti
 def _execute(
     folder: Path, settings: Settings, batches: np.ndarray, console: Console
 ) -> list[records.Record]:
-    total = len(settings.schedule())
-    progress = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        disable=not console.is_terminal,
-    )
+    progress = options.progress(console)
 
     def say(text: str) -> None:
         progress.console.print(text, markup=False, highlight=False, soft_wrap=True)

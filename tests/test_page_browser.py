@@ -44,7 +44,7 @@ def board():
 @pytest.fixture(scope="module")
 def address(board, tmp_path_factory):
     file = tmp_path_factory.mktemp("page") / "index.html"
-    file.write_text(page.render(board, publish.draw(board.rows)), encoding="utf-8")
+    file.write_text(page.render(board, publish.draw(board)), encoding="utf-8")
     return file.as_uri()
 
 
@@ -135,6 +135,9 @@ def test_a_record_opens_by_click_and_by_keyboard(tab, board):
     dialog.locator("summary").first.click()
     shown = dialog.locator("details pre").first.inner_text().split()
     assert [float(ms) for ms in shown] == pytest.approx(record.samples_ms, abs=1e-3)
+    dialog.locator("summary", has_text="Log").first.click()
+    said = board.logs[record.run_id, record.row, record.repeat]
+    assert "-> ok" in said and said.strip() in dialog.inner_text()
     tab.keyboard.press("Escape")
     assert dialog.is_hidden()
     assert tab.evaluate("document.activeElement.closest('.row') !== null"), "the focus is lost"

@@ -110,6 +110,7 @@ function show(record) {
     } else {
       parts.push(make("p", `${pass.status}: no steps were timed.`));
     }
+    if (pass.log) parts.push(make("details", "", make("summary", "Log"), make("pre", pass.log)));
   }
   const gate = record.gate;
   if (gate) parts.push(make("h3", "Gate"));
