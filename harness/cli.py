@@ -372,7 +372,10 @@ def regenerate(
             options.refuse("--readme: the leaderboard has no measured run")
         text = options.checked(tables.markdown, board.frame, run_id)
         text = options.checked(tables.with_table, readme, text)
-    leaderboard.write(board, target)
+    try:
+        leaderboard.write(board, target)
+    except OSError as error:
+        raise OSError(f"--target {target}: {error}") from error
     if readme is not None:
         write_atomically(readme, text)
     if as_json:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import statistics
 from collections import defaultdict
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from forge.harness import data, environment, hardware, options, profiles, roofline, timing, trace
 from forge.harness.execution import EXECUTIONS, Step, build_step
+from forge.harness.files import write_atomically
 from forge.harness.options import RESULTS
 from forge.harness.profiles import Profile
 from forge.harness.rows import KERNELS, Row, cannot_run
@@ -199,8 +201,9 @@ def command(
     title += f"{found.launches:,.0f} launches"
     if where == "cpu" and _gradients(row) != STORED:
         title += "\nThe update runs inside backward; on a CPU its operators count with the others."
-    with (folder / TABLE_FILE).open("w", encoding="utf-8", errors="backslashreplace") as file:
-        _show(Console(file=file, width=180), title, ranked, found, top)
+    shown = Console(file=io.StringIO(), width=180)
+    _show(shown, title, ranked, found, top)
+    write_atomically(folder / TABLE_FILE, shown.file.getvalue())  # type: ignore[attr-defined]
     if as_json:
         report = dict(row=asdict(row), steps=steps, wall_ms=wall_ms, launches=found.launches)
         print(json.dumps(report | _as_json(ranked, found, top, folder), indent=1))
@@ -225,15 +228,16 @@ def _folder(out: Path, row: Row, workload: str, name: str) -> Path:
 
 def write(folder: Path, rows: list[dict[str, Any]], steps: Steps) -> None:
     """Write ``parts.csv`` and ``kernels.csv``: everything is of one step."""
+    parts, kernels = io.StringIO(), io.StringIO()
     columns = ["part", "ms", "share_pct", "pieces", "floor_ms", "gain_pct"]
-    with (folder / PARTS_FILE).open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, columns, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-    with (folder / KERNELS_FILE).open("w", newline="", encoding="utf-8") as file:
-        plain = csv.writer(file, lineterminator="\n")
-        plain.writerow(["kernel", "part", "ms", "calls"])
-        plain.writerows(steps.kernels())
+    writer = csv.DictWriter(parts, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    plain = csv.writer(kernels, lineterminator="\n")
+    plain.writerow(["kernel", "part", "ms", "calls"])
+    plain.writerows(steps.kernels())
+    write_atomically(folder / PARTS_FILE, parts.getvalue())
+    write_atomically(folder / KERNELS_FILE, kernels.getvalue())
 
 
 def _as_json(rows: list[dict[str, Any]], steps: Steps, top: int, folder: Path) -> dict[str, Any]:

@@ -154,7 +154,10 @@ def command(
         options.refuse(f"--runs {runs}: no such folder")
     board = leaderboard.read(runs, published, include_cpu)
     options.warn(board.damaged)
-    written = publish(board, target)
+    try:
+        written = publish(board, target)
+    except OSError as error:
+        raise OSError(f"--target {target}: {error}") from error
     if as_json:
         options.show_json({"files": [str(path) for path in written], "damaged": board.damaged})
         return
