@@ -96,7 +96,9 @@ def _exit_code(arguments: list[str]) -> int:
         arguments = ["run", *arguments]
     try:
         _refuse_empty(arguments)
-        return app(arguments, prog_name="forge-bench", standalone_mode=False) or 0
+        code = app(arguments, prog_name="forge-bench", standalone_mode=False) or 0
+        if code != 130:  # what newer typer makes of an interrupt
+            return code
     except USAGE_ERROR as error:
         typer.echo(f"forge-bench: {error.format_message()}", err=True)
         return 2
@@ -104,8 +106,9 @@ def _exit_code(arguments: list[str]) -> int:
         typer.echo(f"forge-bench: {error}", err=True)
         return 1
     except (typer.Abort, KeyboardInterrupt):
-        typer.echo("forge-bench: interrupted", err=True)
-        return 130
+        pass
+    typer.echo("forge-bench: interrupted", err=True)
+    return 130
 
 
 def _refuse_empty(arguments: list[str]) -> None:
@@ -280,8 +283,8 @@ def _execute(
                 say(f"[{done}/{total}] {_outcome(record)}  {record.row}  {record.notes}".rstrip())
                 progress.update(task, completed=done, description=following)
     except KeyboardInterrupt:
-        say(f"interrupted; go on with: forge-bench --resume {folder}")
-        raise typer.Exit(130) from None
+        say(f"what was measured is saved; go on with: forge-bench --resume {folder}")
+        raise
     found, _ = records.load(folder)
     drift = noise.drift_pct(found)
     if drift is not None:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import csv
 import io
 import json
+import shutil
 import statistics
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -159,10 +162,10 @@ def command(
         torch.set_num_threads(1)  # on a busy machine more of them take much longer
     name = options.hardware(where)
     console = options.console(stderr=as_json)
-    with options.progress(console) as progress:
+    folder = _folder(out, row, f"{MODELS[key].name}-b{batch}-s{seq}", name)
+    with options.progress(console) as progress, _removed_unless_done(folder):
         task = progress.add_task("building the model", total=warmup + 2 * steps + 1)
         step = options.checked(_step_of, row, config, batches, where, attention)
-        folder = _folder(out, row, f"{MODELS[key].name}-b{batch}-s{seq}", name)
         progress.update(task, description="warm-up")
         for i in range(warmup):
             timing.time_steps(step, batches, 1, where, start=i)
@@ -224,6 +227,15 @@ def _folder(out: Path, row: Row, workload: str, name: str) -> Path:
         return new_folder(out, f"profile-{row.id}_{workload}", name, commit)
     except OSError as error:
         options.refuse(f"--out {out}: {error}")
+
+
+@contextmanager
+def _removed_unless_done(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
 
 
 def write(folder: Path, rows: list[dict[str, Any]], steps: Steps) -> None:

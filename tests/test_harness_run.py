@@ -119,6 +119,7 @@ def test_interrupt_keeps_what_was_measured(stop, tmp_path, monkeypatch):
     output, _ = process.communicate(timeout=30)
     assert process.returncode == 130, output
     assert f"forge-bench --resume {folder}" in output.replace("\n", "")
+    assert output.endswith("forge-bench: interrupted\n")
     assert 1 <= len(records.load(folder)[0]) < 3
     assert not list(scratch.glob("forge-bench-*"))
 

@@ -254,6 +254,21 @@ def test_refusals(arguments, message, tmp_path, monkeypatch, capsys):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_an_interrupted_profile_leaves_nothing(tmp_path, monkeypatch, capsys):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(profile, "record", interrupted)
+    threads = torch.get_num_threads()
+    options = "--seq 16 --steps 1 --warmup 1 --device cpu --out".split()
+    try:
+        assert forge_bench(monkeypatch, "profile", "adamw", *options, str(tmp_path)) == 130
+    finally:
+        torch.set_num_threads(threads)
+    assert capsys.readouterr().err.endswith("forge-bench: interrupted\n")
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("execution", ["eager", "cuda_graph"])
 def test_a_gpu_profile(execution, monkeypatch, capsys, tmp_path):
