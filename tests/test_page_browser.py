@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -166,7 +167,16 @@ def test_nothing_sticks_out(tab, width):
     if width != 320:
         fits = region.evaluate("e => e.scrollWidth <= e.clientWidth")
         assert fits, "the table must be scrolled sideways"
-    tab.locator(".row button").first.click()
+    for chart in ("figure text", "dialog .chart text"):
+        if chart.startswith("dialog"):
+            tab.locator(".row button").first.click()
+        texts = tab.locator(chart).filter(has_text=re.compile(r"\S"))
+        heights = texts.evaluate_all(
+            "all => all.map((t) => {"
+            " const m = t.getScreenCTM();"
+            " return t.getBBox().height * Math.sqrt(Math.abs(m.a * m.d - m.b * m.c)); })"
+        )
+        assert min(heights) >= 8, f"{chart} cannot be read"
     assert tab.evaluate("document.querySelector('dialog').scrollWidth") <= width
     box = tab.locator("dialog").bounding_box()
     assert box["x"] >= 0 and box["x"] + box["width"] <= width

@@ -71,7 +71,8 @@ function facts(pairs) {
   return list;
 }
 function chart(series, label) {
-  const [width, height, left, bottom] = [640, 150, 52, 20];
+  const [height, left, bottom] = [150, 52, 20];
+  const width = Math.max(260, Math.min(640, innerWidth - 56));  // a unit is a pixel: text keeps its size
   const all = series.flat();
   const [low, high] = [Math.min(...all), Math.max(...all)];
   const shape = (name, attributes) => {
