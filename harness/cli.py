@@ -13,7 +13,6 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from forge.harness import (
     compare,
@@ -33,10 +32,10 @@ from forge.harness import (
 )
 from forge.harness.execution import EXECUTIONS
 from forge.harness.files import Patient, locked, write_atomically
+from forge.harness.logs import LOG_FILE
 from forge.harness.options import RESULTS
 from forge.harness.rows import KERNELS, Row
 from forge.harness.runner import (
-    LOG_FILE,
     MOST,
     Run,
     Settings,
@@ -97,7 +96,9 @@ def _exit_code(arguments: list[str]) -> int:
         arguments = ["run", *arguments]
     try:
         _refuse_empty(arguments)
-        return app(arguments, prog_name="forge-bench", standalone_mode=False) or 0
+        code = app(arguments, prog_name="forge-bench", standalone_mode=False) or 0
+        if code != 130:  # what newer typer makes of an interrupt
+            return code
     except USAGE_ERROR as error:
         typer.echo(f"forge-bench: {error.format_message()}", err=True)
         return 2
@@ -105,8 +106,9 @@ def _exit_code(arguments: list[str]) -> int:
         typer.echo(f"forge-bench: {error}", err=True)
         return 1
     except (typer.Abort, KeyboardInterrupt):
-        typer.echo("forge-bench: interrupted", err=True)
-        return 130
+        pass
+    typer.echo("forge-bench: interrupted", err=True)
+    return 130
 
 
 def _refuse_empty(arguments: list[str]) -> None:
@@ -253,15 +255,7 @@ def _create(out: Path, settings: Settings, rows: list[Row]) -> tuple[Path, Setti
 def _execute(
     folder: Path, settings: Settings, batches: np.ndarray, console: Console
 ) -> list[records.Record]:
-    total = len(settings.schedule())
-    progress = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        disable=not console.is_terminal,
-    )
+    progress = options.progress(console)
 
     def say(text: str) -> None:
         progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -289,8 +283,8 @@ def _execute(
                 say(f"[{done}/{total}] {_outcome(record)}  {record.row}  {record.notes}".rstrip())
                 progress.update(task, completed=done, description=following)
     except KeyboardInterrupt:
-        say(f"interrupted; go on with: forge-bench --resume {folder}")
-        raise typer.Exit(130) from None
+        say(f"what was measured is saved; go on with: forge-bench --resume {folder}")
+        raise
     found, _ = records.load(folder)
     drift = noise.drift_pct(found)
     if drift is not None:
@@ -381,7 +375,10 @@ def regenerate(
             options.refuse("--readme: the leaderboard has no measured run")
         text = options.checked(tables.markdown, board.frame, run_id)
         text = options.checked(tables.with_table, readme, text)
-    leaderboard.write(board, target)
+    try:
+        leaderboard.write(board, target)
+    except OSError as error:
+        raise OSError(f"--target {target}: {error}") from error
     if readme is not None:
         write_atomically(readme, text)
     if as_json:

@@ -100,6 +100,8 @@ def record_columns(
     missing, share = [], None
     try:
         fields["mfu_pct"] = mfu_pct(model_flops(config, batch, seq), latency_ms, name)
+        if fields["mfu_pct"] is None and step is not None:
+            missing.append(f"no MFU: the peak of {name} is not known")
         share = step_tile_share(config, batch, seq)
     except Exception as error:  # anybody's configuration, and the row is measured already
         missing.append(f"no MFU: {one_line(error)}")

@@ -14,7 +14,7 @@ from forge.harness.execution import EXECUTIONS
 from forge.harness.memory import GIB
 from forge.harness.memory_model import LOGIT_BYTES, estimate
 from forge.harness.shapes import MODEL_HELP, Shape, load_shape
-from forge.optim.registry import REGISTRY
+from forge.optim.registry import REGISTRY, find, plugins
 
 HELD = ("weights", "states", "gradients", "activations", "logits", "temporaries", "workspaces")
 
@@ -28,7 +28,7 @@ def predictions(
     """
     rows: list[dict[str, Any]] = []
     for key in keys:
-        spec = REGISTRY[key]
+        spec = find(key)
         row: dict[str, Any] = dict(key=key, method=spec.method, stored=spec.states, peak_gib=None)
         if spec.footprint is not None:
             found = estimate(shape, batch, seq, spec.footprint, kernels, execution)
@@ -58,13 +58,12 @@ def command(
         options.refuse(f"--kernels: unknown {kernels!r}; valid: {', '.join(LOGIT_BYTES)}")
     if execution not in EXECUTIONS:
         options.refuse(f"--execution: unknown {execution!r}; valid: {', '.join(EXECUTIONS)}")
-    keys = list(REGISTRY) if optimizers == "all" else options.keys(optimizers)
-    unknown = [key for key in keys if key not in REGISTRY]
-    if unknown or not keys:
-        known = f"valid: all, {', '.join(REGISTRY)}"
-        options.refuse(f"--optimizers: unknown {', '.join(unknown) or repr(optimizers)}; {known}")
+    keys = [*REGISTRY, *plugins()[0]] if optimizers == "all" else options.methods(optimizers)
     name, shape = options.checked(load_shape, model)
-    rows = predictions(shape, batch, seq, keys, kernels, execution)
+    try:
+        rows = predictions(shape, batch, seq, keys, kernels, execution)
+    except ValueError as error:
+        options.refuse(f"--optimizers: {error}")
     if as_json:
         work = dict(model=name, batch=batch, seq=seq, kernels=kernels, execution=execution)
         print(json.dumps(work | dict(shape=asdict(shape), methods=rows), indent=1))

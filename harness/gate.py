@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -65,14 +66,22 @@ def command(
         rows=[asdict(row) for row in rows],
     )
     batches = options.checked(batches_of, settings)
-    say = typer.echo if not as_json else lambda text: typer.echo(text, err=True)
+    console = options.console(stderr=as_json)
+
+    def say(text: str) -> None:
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+
     found = []
     with tempfile.TemporaryDirectory(prefix="forge-bench-") as folder:
         save_settings(Path(folder), settings)
         run = Run(settings, Path(folder), batches, environment.describe(), say, gate_only=True)
-        for record in run.execute(run.remaining([])):
-            found.append(record)
-            say(_line(record))
+        todo = run.remaining([])
+        with options.progress(console) as progress, closing(run.execute(todo)) as executed:
+            task = progress.add_task("gates", total=len(todo))
+            for record in executed:
+                found.append(record)
+                say(_line(record))
+                progress.advance(task)
     if as_json:
         options.show_json([_facts(record) for record in found])
     if not _passed(found):

@@ -24,8 +24,9 @@ from forge.harness import environment, options, path_table
 from forge.harness.files import write_atomically
 from forge.harness.kernel_cases import OPS, Case, model_cases
 from forge.harness.kernel_timing import Row, measure
+from forge.harness.logs import LOG_FILE
 from forge.harness.options import RESULTS
-from forge.harness.runner import LOG_FILE, new_folder
+from forge.harness.runner import new_folder
 from forge.harness.shapes import Shape, load_shape
 from forge.harness.update_cases import OP as UPDATE
 from forge.harness.update_cases import update_cases
@@ -182,21 +183,26 @@ def command(
     if not on_gpu:
         say("A CPU run: it shows that every part works and says nothing about a GPU.")
     rows: list[Row] = []
-    for number, item in enumerate(plans, start=1):
-        say(f"[{number}/{len(plans)}] {item.case.op} {item.case.name}, {item.tokens} tokens")
-        fresh = list(measure(item.case, item.tokens, item.providers, torch.device(where), origin))
-        rows += fresh
-        for row in fresh:
-            say(_line(row))
-        if target and folder:
-            with (folder / SAMPLES_FILE).open("a", encoding="utf-8") as file:
-                for row in fresh:
-                    line = {**asdict(row), "environment": environment.describe()}
-                    file.write(json.dumps(line) + "\n")
-            write_atomically(target, text_of(merged(earlier, rows)))
-        gc.collect()
-        if on_gpu:
-            torch.cuda.empty_cache()
+    with options.progress(console) as progress:
+        task = progress.add_task("cases", total=len(plans))
+        for number, item in enumerate(plans, start=1):
+            say(f"[{number}/{len(plans)}] {item.case.op} {item.case.name}, {item.tokens} tokens")
+            fresh = list(
+                measure(item.case, item.tokens, item.providers, torch.device(where), origin)
+            )
+            rows += fresh
+            for row in fresh:
+                say(_line(row))
+            if target and folder:
+                with (folder / SAMPLES_FILE).open("a", encoding="utf-8") as file:
+                    for row in fresh:
+                        line = {**asdict(row), "environment": environment.describe()}
+                        file.write(json.dumps(line) + "\n")
+                write_atomically(target, text_of(merged(earlier, rows)))
+            gc.collect()
+            if on_gpu:
+                torch.cuda.empty_cache()
+            progress.advance(task)
     if write_paths:
         say(f"wrote {_write_paths(rows)}")
     if target:

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from forge.harness import noise, records, timing
+from forge.harness import logs, noise, profiles, records, timing
 from forge.harness.files import write_atomically
+from forge.harness.profiles import Profile
 from forge.harness.records import Record
 
 COLUMNS = (
     "method, source, status, hardware, gpu_count, model, batch, seq, precision, states, attention, "
     "kernels, execution, latency_ms, latency_p20_ms, latency_p80_ms, peak_memory_gib, "
-    "state_bytes_per_param, tokens_per_s, mfu_pct, ofu_pct, loss, gate, steps, torch, triton, "
-    "date, commit, run_id, source_ref, notes"
+    "state_bytes_per_param, tokens_per_s, mfu_pct, ofu_pct, dram_active_pct, energy_j, loss, gate, "
+    "steps, torch, triton, date, commit, run_id, source_ref, notes"
 ).split(", ")
 # The note of a row of one pass in a run with rows of several.
 ONE_PASS = "1 pass"
@@ -33,6 +34,8 @@ DIGITS = {
     "tokens_per_s": 5,
     "mfu_pct": 4,
     "ofu_pct": 4,
+    "dram_active_pct": 4,
+    "energy_j": 4,
     "loss": 5,
 }
 
@@ -120,6 +123,12 @@ def load_runs(runs: Path) -> tuple[list[Record], list[str]]:
     A folder with a run that an earlier one has (a copy) is named and left out: its records would
     count as more passes.
     """
+    found, messages, _ = _load(runs)
+    return found, messages
+
+
+def _load(runs: Path) -> tuple[list[Record], list[str], dict[str, Path]]:
+    """As :func:`load_runs`, and the folder of each run, whose name need not be the run's."""
     found: list[Record] = []
     messages: list[str] = []
     homes: dict[str, Path] = {}
@@ -133,7 +142,7 @@ def load_runs(runs: Path) -> tuple[list[Record], list[str]]:
             continue
         homes |= dict.fromkeys(ids, file.parent)
         found += these
-    return found, messages
+    return found, messages, homes
 
 
 def table(rows: Iterable[dict[str, Any]]) -> pd.DataFrame:
@@ -158,12 +167,16 @@ class Board:
         rows: one record a row (:func:`merge_repeats`).
         frame: the leaderboard (:func:`table`), published rows included.
         damaged: a message for every line that could not be read.
+        profiles: every profile.
+        logs: what the worker of each pass printed, by ``(run_id, row, repeat)``.
     """
 
     passes: list[Record]
     rows: list[Record]
     frame: pd.DataFrame
     damaged: list[str]
+    profiles: list[Profile] = field(default_factory=list)
+    logs: dict[tuple[str, str, int], str] = field(default_factory=dict)
 
 
 def read(runs: Path, published: Path, include_cpu: bool = False) -> Board:
@@ -172,11 +185,18 @@ def read(runs: Path, published: Path, include_cpu: bool = False) -> Board:
     Args:
         include_cpu: keep rows that were measured on a CPU; they say nothing about a GPU.
     """
-    found, damaged = load_runs(runs)
+    found, damaged, homes = _load(runs)
+    profiled, unreadable = profiles.load_all(runs)
+    profiled = [profile for profile in profiled if profile.gpu_count or include_cpu]
     passes = [record for record in found if record.gpu_count or include_cpu]
     rows = merge_repeats(passes)
     frame = table([*map(measured_row, rows), *published_rows(published)])
-    return Board(passes, rows, frame, damaged)
+    printed = {
+        (run_id, row, repeat): text
+        for run_id, folder in homes.items()
+        for (row, repeat), text in logs.by_row_and_pass(folder).items()
+    }
+    return Board(passes, rows, frame, damaged + unreadable, profiled, printed)
 
 
 def write(board: Board, target: Path) -> None:

@@ -155,12 +155,17 @@ def command(
     date, (commit, dirty) = datetime.now(UTC).strftime("%Y-%m-%d"), environment.git_state()
     origin = dict(hardware=name, date=date, commit=commit + ("-dirty" if dirty else ""))
     uuid, console, rows = ofu.device_uuid(), options.console(stderr=as_json), []
-    for shape in (*ALIGNED, *RAGGED):
-        row = measure(shape, gpu, uuid) | origin
-        if row["ofu_pct"] is None:
-            options.refuse(f"ofu-sweep: no OFU on this machine: {'; '.join(row['missing'])}")
-        rows.append(row)
-        console.print(f"[{len(rows)}/{len(ALIGNED) + len(RAGGED)}] {_line(row)}", highlight=False)
+    shapes = (*ALIGNED, *RAGGED)
+    with options.progress(console) as progress:
+        task = progress.add_task("products", total=len(shapes))
+        for shape in shapes:
+            row = measure(shape, gpu, uuid) | origin
+            if row["ofu_pct"] is None:
+                options.refuse(f"ofu-sweep: no OFU on this machine: {'; '.join(row['missing'])}")
+            rows.append(row)
+            line = f"[{len(rows)}/{len(shapes)}] {_line(row)}"
+            console.print(line, markup=False, highlight=False)
+            progress.advance(task)
     write_atomically(out, text_of(rows))
     summary = agreement(rows)
     if as_json:

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 import typer
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from forge.harness import environment
@@ -36,6 +37,18 @@ def console(stderr: bool = False) -> Console:
     terminal = Console(stderr=stderr)
     # A pipe or a file has no width; 80 columns would cut the tables.
     return terminal if terminal.is_terminal else Console(stderr=stderr, width=180)
+
+
+def progress(terminal: Console) -> Progress:
+    """A bar with the time that is left, on a terminal; nothing in a pipe or a file."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=terminal,
+        disable=not terminal.is_terminal,
+    )
 
 
 def show_table(terminal: Console, view: Table, spare: Sequence[str] = ()) -> None:
@@ -123,14 +136,21 @@ def rows(
         refuse(f"--kernels {kernels}: Liger's kernels need a CUDA device; use --kernels hf")
     if device == "cpu" and execution is not None and "cuda_graph" in execution:
         refuse(f"--execution {execution}: a CUDA graph needs a CUDA device; use eager")
-    chosen = keys(optimizers)
+    return checked(select_rows, methods(optimizers), device, kernels, execution, states)
+
+
+def methods(text: str) -> list[str]:
+    """The methods of a comma-separated list; those of other packages can be imported then."""
+    chosen = keys(text)
     if not chosen:
         refuse(f"--optimizers: empty; valid: all, {', '.join(REGISTRY)}")
+    if "all" in chosen and len(chosen) > 1:
+        refuse("--optimizers: all is every method already, give it alone")
     if any(":" in key for key in chosen):
         # A console script lacks what `python -m` has: the folder it is started in. Last, so that
         # nothing in there hides an installed package.
         sys.path.append(os.getcwd())
-    return checked(select_rows, chosen, device, kernels, execution, states)
+    return chosen
 
 
 def keys(text: str) -> list[str]:

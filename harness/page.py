@@ -5,7 +5,7 @@ Text of records gets there as data (JSON with ``<`` escaped) or autoescaped, nev
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ import pandas as pd
 
 from forge.harness import leaderboard, noise, records
 from forge.harness.leaderboard import Board
+from forge.harness.profiles import Profile
 from forge.harness.records import Record
 
 
@@ -38,13 +39,25 @@ COLUMNS = (
     Column("peak GiB", "peak_memory_gib", 2, "number"),
     Column("B/param", "state_bytes_per_param", 2, "number wide"),
     Column("tokens/s", "tokens_per_s", 0, "number wide"),
+    Column("MFU %", "mfu_pct", 1, "number wide extra"),
+    Column("OFU %", "ofu_pct", 1, "number wide extra"),
+    Column("DRAM %", "dram_active_pct", 1, "number wide extra"),
+    Column("J / step", "energy_j", 1, "number wide extra"),
 )
 FACTS = (
     "run_id, row, status, model, batch, seq, precision, states, kernels, execution, attention, "
     "hardware, gpu_count, latency_ms, latency_p20_ms, latency_p80_ms, peak_memory_gib, "
     "peak_reserved_gib, peak_warmup_gib, memory_kind, params, state_bytes, grad_bytes, "
-    "tokens_per_s, mfu_pct, ofu_pct, steps, warmup, data"
+    "tokens_per_s, mfu_pct, ofu_pct, ofu_adjusted_pct, tensor_active_pct, dram_active_pct, "
+    "sm_clock_mhz, energy_j, steps, warmup, data"
 ).split(", ")
+# What a GPU row should have, and how the notes of one without it begin (efficiency.py, ofu.py).
+EFFICIENCY = {
+    "mfu_pct": ("no MFU:",),
+    "ofu_pct": ("NVML:", "GPM:", "clock:", "no OFU:"),
+    "dram_active_pct": ("NVML:", "GPM:", "no OFU:"),
+    "energy_j": ("NVML:", "energy:", "no OFU:"),
+}
 INTERNAL = ("status", "gpu_count", "run_id")  # of no meaning in a published row
 PASS_FACTS = ("repeat", "date", "status", "samples_ms", "warmup_ms")
 
@@ -89,7 +102,7 @@ def runs_newest_first(rows: Sequence[Record]) -> list[list[Record]]:
     return sorted(runs, key=lambda run: max(r.date for r in run), reverse=True)
 
 
-def work(record: Record) -> str:
+def work(record: Record | Profile) -> str:
     """What was trained, and on what."""
     return (
         f"{record.model}, batch {record.batch}, sequence {record.seq}, {record.precision}, "
@@ -110,7 +123,7 @@ def _groups(board: Board) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
             cells = leaderboard.measured_row(record)
             cells["rank"] = rank if record.latency_ms is not None else None
             rows.append(_row(cells, len(data)))
-            data.append(_record(record, by_row[record.row]))
+            data.append(_record(record, by_row[record.row], board.logs))
         commit = cells["commit"]
         groups.append(
             dict(
@@ -175,18 +188,38 @@ def _row(cells: dict[str, Any], index: int) -> dict[str, Any]:
     return dict(cells=shown, index=index, place="", **same)
 
 
-def _record(record: Record, passes: Sequence[Record]) -> dict[str, Any]:
+def _record(
+    record: Record, passes: Sequence[Record], logs: Mapping[tuple[str, str, int], str]
+) -> dict[str, Any]:
     environment = dict(record.environment)
+    facts = {name: _short(getattr(record, name)) for name in FACTS}
+    if record.gpu_count and record.latency_ms is not None:
+        facts |= {
+            name: _why_missing(record, said)
+            for name, said in EFFICIENCY.items()
+            if facts[name] is None
+        }
     return dict(
         title=f"{record.method}, {record.kernels}, {record.execution}",
-        facts={name: _short(getattr(record, name)) for name in FACTS},
+        facts=facts,
         notes=record.notes,
-        passes=[{name: getattr(one, name) for name in PASS_FACTS} for one in passes],
+        passes=[
+            {name: getattr(one, name) for name in PASS_FACTS}
+            | {"log": logs.get((one.run_id, one.row, one.repeat), "")}
+            for one in passes
+        ],
         gate=record.gate_detail,
         gate_result=record.gate,
         command=environment.pop("command", ""),
         environment=environment,
     )
+
+
+def _why_missing(record: Record, said: tuple[str, ...]) -> str:
+    reasons = [note for note in record.notes.split("; ") if note.startswith(said)]
+    if reasons:
+        return f"not known: {'; '.join(reasons)}"
+    return "not measured by the version that made this record"
 
 
 def _short(value: Any) -> Any:

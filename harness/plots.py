@@ -19,7 +19,9 @@ from matplotlib.ticker import LogLocator, NullLocator
 
 from forge.harness import records
 from forge.harness.memory import GIB
+from forge.harness.profiles import Profile
 from forge.harness.records import Record
+from forge.harness.trace import PARTS
 
 # Stands for the reader's text colour until the SVG is written: matplotlib knows no currentColor.
 INK = "#010203"
@@ -167,8 +169,7 @@ def memory_by_part(rows: Sequence[Record]) -> str | None:
             axes.barh(places, widths, left=left, color=colour, label=name, height=0.72)
             left = [a + b for a, b in zip(left, widths, strict=True)]
         for place, total in zip(places, left, strict=True):
-            axes.annotate(f"{total:.2f}", (total, place), (4, 0), textcoords="offset points",
-                          va="center", fontsize=8)  # fmt: skip
+            _beside(axes, total, place, f"{total:.2f}")
         axes.set_yticks(places, [label(record) for record, _ in bars], fontsize=8)
         axes.invert_yaxis()
         axes.set_xlabel("peak memory, GiB")
@@ -176,6 +177,41 @@ def memory_by_part(rows: Sequence[Record]) -> str | None:
             frameon=False, fontsize=8, ncols=3, loc="lower left", bbox_to_anchor=(-0.3, 1.0)
         )
         return _svg(figure, "Peak memory by part")
+
+
+def time_by_part(profile: Profile) -> str | None:
+    """Bars of a step's milliseconds by part, the longest on top, each with its floor beneath.
+
+    ``None``: nothing took time. A part without a known floor has no second bar.
+    """
+    parts = sorted(profile.parts, key=lambda part: -part["ms"])
+    parts = [part for part in parts if part["ms"] > 0 or part.get("floor_ms")]
+    if not parts:
+        return None
+    with rc_context(STYLE):
+        figure, axes = _figure(1.1 + 0.42 * len(parts))
+        places = range(len(parts))
+        floors = [(place, part["floor_ms"]) for place, part in enumerate(parts)
+                  if part.get("floor_ms") is not None]  # fmt: skip
+        apart = 0.19 if floors else 0.0
+        bars = [("measured", [(place - apart, p["ms"]) for place, p in enumerate(parts)])]
+        if floors:
+            bars.append(("floor", [(place + apart, ms) for place, ms in floors]))
+        for colour, (name, found) in zip(COLOURS, bars, strict=False):
+            heights, widths = zip(*found, strict=True)
+            axes.barh(heights, widths, color=colour, height=0.36, label=name)
+            for y, ms in found:
+                _beside(axes, ms, y, f"{ms:.3g}")
+        axes.set_yticks(places, [PARTS.get(part["part"], part["part"]) for part in parts])
+        axes.invert_yaxis()
+        axes.margins(x=0.1)
+        axes.set_xlabel(f"ms of a step, which takes {profile.wall_ms:.4g} ms")
+        axes.legend(frameon=False, fontsize=8, loc="lower right")
+        return _svg(figure, "Time of a step by part, beside its floor")
+
+
+def _beside(axes: Axes, x: float, y: float, text: str) -> None:
+    axes.annotate(text, (x, y), (4, 0), textcoords="offset points", va="center", fontsize=8)
 
 
 def label(record: Record) -> str:

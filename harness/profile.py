@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
+import shutil
 import statistics
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,18 +22,19 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from forge.harness import data, environment, hardware, options, roofline, timing, trace
+from forge.harness import data, environment, hardware, options, profiles, roofline, timing, trace
 from forge.harness.execution import EXECUTIONS, Step, build_step
+from forge.harness.files import write_atomically
+from forge.harness.options import RESULTS
+from forge.harness.profiles import Profile
 from forge.harness.rows import KERNELS, Row, cannot_run
 from forge.harness.runner import new_folder
 from forge.harness.shapes import shape_of
-from forge.harness.trace import PARTS, STEP, Steps
+from forge.harness.trace import IDLE, PARTS, STEP, Steps
 from forge.harness.workloads import MODELS, build_model
 from forge.optim.footprint import FUSED, STORED
-from forge.optim.registry import REGISTRY
 from forge.optim.spec import Hyper
 
-IDLE = "idle"
 TRACE_FILE, PARTS_FILE, KERNELS_FILE, TABLE_FILE = (
     "trace.json.gz",
     "parts.csv",
@@ -116,7 +122,7 @@ def _step_of(row: Row, config: Any, batches: list[Any], device: str, attention: 
 
 
 def command(
-    method: Annotated[str, typer.Argument(help="a key of `forge-bench list`")],
+    method: Annotated[str, typer.Argument(help="one method, as in --optimizers")],
     model: Annotated[
         str | None, typer.Option(help=f"{', '.join(MODELS)} (default: 0.6b, tiny on a CPU)")
     ] = None,
@@ -129,21 +135,22 @@ def command(
     warmup: Annotated[int, typer.Option(min=1, help="steps before them")] = 5,
     top: Annotated[int, typer.Option(min=1, help="kernels to show")] = 15,
     device: Annotated[str | None, typer.Option(help="cuda or cpu (default: cuda if any)")] = None,
-    out: Annotated[Path, typer.Option(help="where a folder is made")] = Path("results/profiles"),
+    out: Annotated[Path, typer.Option(help="where a folder is made")] = RESULTS / "runs",
     as_json: Annotated[bool, typer.Option("--json", help="JSON on stdout")] = False,
 ) -> None:
     """Profile a method's step: time by part, idle time, top kernels, gain against the floor.
 
-    Writes profile.txt, parts.csv, kernels.csv and a Chrome trace into a new folder.
+    Writes profile.json, profile.txt, parts.csv, kernels.csv and a Chrome trace into a new folder.
 
     \b
     Example:
       forge-bench profile adamw-fused --kernels torch --execution compile+cuda_graph
     """
     where = options.device(device)
-    if method not in REGISTRY:
-        options.refuse(f"profile: unknown method {method!r}; valid: {', '.join(REGISTRY)}")
-    (row,) = options.rows(method, where, kernels, execution, None)
+    rows = options.rows(method, where, kernels, execution, None)
+    if len(rows) != 1:
+        options.refuse(f"profile {method}: one method at a time")
+    (row,) = rows
     settled = cannot_run(row, where)
     if settled:
         options.refuse(f"profile {method}: {settled[0]}: {settled[1]}")
@@ -153,30 +160,58 @@ def command(
     config = MODELS[key].hf_config()
     if where == "cpu":
         torch.set_num_threads(1)  # on a busy machine more of them take much longer
-    step = options.checked(_step_of, row, config, batches, where, attention)
     name = options.hardware(where)
+    console = options.console(stderr=as_json)
     folder = _folder(out, row, f"{MODELS[key].name}-b{batch}-s{seq}", name)
-    timing.time_steps(step, batches, warmup, where)
-    plain, _ = timing.time_steps(step, batches, steps, where)
-    record(step, batches, steps, where, folder / TRACE_FILE)
-    found = trace.read_steps(folder / TRACE_FILE)
+    with options.progress(console) as progress, _removed_unless_done(folder):
+        task = progress.add_task("building the model", total=warmup + 2 * steps + 1)
+        step = options.checked(_step_of, row, config, batches, where, attention)
+        progress.update(task, description="warm-up")
+        for i in range(warmup):
+            timing.time_steps(step, batches, 1, where, start=i)
+            progress.advance(task)
+        progress.update(task, description="without the profiler")
+        plain, _ = timing.time_steps(step, batches, steps, where)
+        progress.update(task, advance=steps, description="under the profiler")
+        record(step, batches, steps, where, folder / TRACE_FILE)
+        progress.update(task, advance=steps, description="reading the trace")
+        found = trace.read_steps(folder / TRACE_FILE)
+        progress.advance(task)
     # On a CPU the profiler slows the work itself.
     wall_ms = statistics.median(plain) if where == "cuda" else found.wall_ms
-    rows = ranking(found, wall_ms, floors_ms(row, config, batch, seq, name))
-    write(folder, rows, found)
+    ranked = ranking(found, wall_ms, floors_ms(row, config, batch, seq, name))
+    write(folder, ranked, found)
+    kept = Profile(
+        run_id=folder.name,
+        row=row.id,
+        method=row.spec.method,
+        model=MODELS[key].name,
+        batch=batch,
+        seq=seq,
+        precision="bf16",
+        hardware=name,
+        gpu_count=int(where == "cuda"),
+        date=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        steps=steps,
+        wall_ms=wall_ms,
+        launches=found.launches,
+        parts=ranked,
+        environment=environment.describe(),
+    )
+    profiles.save(folder, kept)
     title = f"{row.id}, {MODELS[key].name}, batch {batch}, sequence {seq}, on {name}: "
     title += f"{wall_ms:.2f} ms a step, {len(found.work) / steps:,.0f} kernels or operators, "
     title += f"{found.launches:,.0f} launches"
     if where == "cpu" and _gradients(row) != STORED:
         title += "\nThe update runs inside backward; on a CPU its operators count with the others."
-    with (folder / TABLE_FILE).open("w", encoding="utf-8", errors="backslashreplace") as file:
-        _show(Console(file=file, width=180), title, rows, found, top)
+    shown = Console(file=io.StringIO(), width=180)
+    _show(shown, title, ranked, found, top)
+    write_atomically(folder / TABLE_FILE, shown.file.getvalue())  # type: ignore[attr-defined]
     if as_json:
         report = dict(row=asdict(row), steps=steps, wall_ms=wall_ms, launches=found.launches)
-        print(json.dumps(report | _as_json(rows, found, top, folder), indent=1))
+        print(json.dumps(report | _as_json(ranked, found, top, folder), indent=1))
         return
-    console = options.console()
-    _show(console, title, rows, found, top)
+    _show(console, title, ranked, found, top)
     console.print(f"wrote {folder}", highlight=False, soft_wrap=True)
 
 
@@ -189,22 +224,32 @@ def _batches(batch: int, seq: int, vocab: int, device: str) -> list[dict[str, Te
 def _folder(out: Path, row: Row, workload: str, name: str) -> Path:
     commit, _ = environment.git_state()
     try:
-        return new_folder(out, f"{row.id}_{workload}", name, commit)
+        return new_folder(out, f"profile-{row.id}_{workload}", name, commit)
     except OSError as error:
         options.refuse(f"--out {out}: {error}")
 
 
+@contextmanager
+def _removed_unless_done(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
 def write(folder: Path, rows: list[dict[str, Any]], steps: Steps) -> None:
     """Write ``parts.csv`` and ``kernels.csv``: everything is of one step."""
+    parts, kernels = io.StringIO(), io.StringIO()
     columns = ["part", "ms", "share_pct", "pieces", "floor_ms", "gain_pct"]
-    with (folder / PARTS_FILE).open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, columns, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-    with (folder / KERNELS_FILE).open("w", newline="", encoding="utf-8") as file:
-        plain = csv.writer(file, lineterminator="\n")
-        plain.writerow(["kernel", "part", "ms", "calls"])
-        plain.writerows(steps.kernels())
+    writer = csv.DictWriter(parts, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    plain = csv.writer(kernels, lineterminator="\n")
+    plain.writerow(["kernel", "part", "ms", "calls"])
+    plain.writerows(steps.kernels())
+    write_atomically(folder / PARTS_FILE, parts.getvalue())
+    write_atomically(folder / KERNELS_FILE, kernels.getvalue())
 
 
 def _as_json(rows: list[dict[str, Any]], steps: Steps, top: int, folder: Path) -> dict[str, Any]:

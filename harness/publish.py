@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -14,9 +14,12 @@ from forge.harness.files import write_atomically
 from forge.harness.leaderboard import Board
 from forge.harness.options import RESULTS
 from forge.harness.page import Plot
+from forge.harness.profiles import Profile
 from forge.harness.records import Record
 
 PLOTS, PAGE, MARKDOWN, TABLE = "plots", "page/index.html", "LEADERBOARD.md", "leaderboard.csv"
+# Folders of plots that belong to no single run.
+SEQUENCE, PROFILES = "sequence", "profile"
 
 
 def publish(board: Board, target: Path) -> list[Path]:
@@ -27,7 +30,7 @@ def publish(board: Board, target: Path) -> list[Path]:
     Returns:
         The files written.
     """
-    figures = draw(board.rows)
+    figures = draw(board)
     texts = {f"{PLOTS}/{figure.name}.svg": plots.standalone(figure.svg) for figure in figures}
     texts |= {PAGE: page.render(board, figures), MARKDOWN: markdown(board, figures)}
     leaderboard.write(board, target / TABLE)
@@ -36,9 +39,9 @@ def publish(board: Board, target: Path) -> list[Path]:
     return [target / name for name in (TABLE, *texts)]
 
 
-def draw(rows: Sequence[Record]) -> list[Plot]:
-    """Plots of each run, the newest first, then those over runs of one machine and commit."""
-    found = []
+def draw(board: Board) -> list[Plot]:
+    """Plots of each run, the newest first, those over runs of one machine and commit, profiles."""
+    rows, found = board.rows, []
     for run in page.runs_newest_first(rows):
         run_id, title = run[0].run_id, page.work(run[0])
         memory_kind = next((r.memory_kind for r in run if r.memory_kind), "")
@@ -60,8 +63,31 @@ def draw(rows: Sequence[Record]) -> list[Plot]:
             ids = tuple(records.by_run(group))
             title = f"Step time over sequence length: {', '.join(key)}"
             caption = "Runs of one machine, one commit and one version of torch."
-            found.append(Plot(f"sequence/{_slug('_'.join(key))}", title, caption, svg, ids))
-    return found
+            found.append(Plot(f"{SEQUENCE}/{_slug('_'.join(key))}", title, caption, svg, ids))
+    return found + [plot for profile in board.profiles for plot in _time_by_part(profile, rows)]
+
+
+def _time_by_part(profile: Profile, rows: Sequence[Record]) -> list[Plot]:
+    svg = plots.time_by_part(profile)
+    if not svg:
+        return []
+
+    def work(of: Profile | Record) -> tuple[Any, ...]:
+        return of.model, of.batch, of.seq, of.precision, of.hardware
+
+    ids = tuple(records.by_run(row for row in rows if work(row) == work(profile)))
+    made = profile.environment
+    commit = str(made.get("commit") or "unknown") + ("-dirty" if made.get("dirty") else "")
+    caption = f"Commit {commit}, torch {made.get('torch')}."
+    if profile.gpu_count:
+        caption += f" {profile.launches:,.0f} launches a step."
+    if any(part.get("floor_ms") is not None for part in profile.parts):
+        caption += (
+            " The floor is the least time that the GPU can take for the part (forge-bench "
+            "roofline); idle time has none. Of kernels that overlap each counts in full."
+        )
+    title = f"Time by part, {profile.row}: {page.work(profile)}"
+    return [Plot(f"{PROFILES}/{_slug(profile.run_id)}", title, caption, svg, ids)]
 
 
 def _comparable(rows: Sequence[Record]) -> dict[tuple[str, ...], list[Record]]:
@@ -94,23 +120,20 @@ def markdown(board: Board, figures: Sequence[Plot]) -> str:
         if mark:
             parts.append(f"**Marked: {mark}.** Small differences in this run are noise.")
         parts.append(tables.markdown(board.frame, run_id))
-        parts += _images(figures, (run_id,))
-    over = [figure for figure in figures if len(figure.run_ids) > 1]
-    if over:
-        parts.append("## Over sequence length")
-        parts += [f"![{tables.cell(f.title)}]({PLOTS}/{f.name}.svg)" for f in over]
+        own = f"{_slug(run_id)}/"
+        parts += [_image(figure) for figure in figures if figure.name.startswith(own)]
+    for kind, title in ((SEQUENCE, "Over sequence length"), (PROFILES, "Time by part")):
+        these = [figure for figure in figures if figure.name.startswith(f"{kind}/")]
+        if these:
+            parts += [f"## {title}", *map(_image, these)]
     if not board.rows:
         parts.append("No run is recorded.")
     parts.append(tables.published_markdown(board.frame))
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
-def _images(figures: Sequence[Plot], run_ids: tuple[str, ...]) -> list[str]:
-    return [
-        f"![{tables.cell(figure.title)}]({PLOTS}/{figure.name}.svg)"
-        for figure in figures
-        if figure.run_ids == run_ids
-    ]
+def _image(figure: Plot) -> str:
+    return f"![{tables.cell(figure.title)}]({PLOTS}/{figure.name}.svg)"
 
 
 def command(
@@ -131,7 +154,10 @@ def command(
         options.refuse(f"--runs {runs}: no such folder")
     board = leaderboard.read(runs, published, include_cpu)
     options.warn(board.damaged)
-    written = publish(board, target)
+    try:
+        written = publish(board, target)
+    except OSError as error:
+        raise OSError(f"--target {target}: {error}") from error
     if as_json:
         options.show_json({"files": [str(path) for path in written], "damaged": board.damaged})
         return

@@ -166,7 +166,7 @@ def load(folder: Path) -> tuple[list[Record], list[str]]:
         if not line.strip():
             continue
         try:
-            raw = json.loads(line, parse_constant=_no_constant)
+            raw = json.loads(line, parse_constant=no_constant)
             record = Record(**{k: v for k, v in raw.items() if k in known})
             if (record.run_id, record.row, record.repeat) in seen:
                 raise ValueError(f"pass {record.repeat + 1} of {record.row} is recorded above")
@@ -177,7 +177,8 @@ def load(folder: Path) -> tuple[list[Record], list[str]]:
     return records, damaged
 
 
-def _no_constant(name: str) -> NoReturn:
+def no_constant(name: str) -> NoReturn:
+    """Refuse NaN and infinity, which Python's JSON reads: ``parse_constant`` of ``json.loads``."""
     raise ValueError(f"{name} is not a number")
 
 

@@ -20,6 +20,7 @@ import numpy as np
 
 from forge.harness import data, environment, records
 from forge.harness.files import write_atomically
+from forge.harness.logs import LOG_FILE
 from forge.harness.processes import COMMAND, Workers
 from forge.harness.records import Record
 from forge.harness.rows import Row, cannot_run
@@ -27,7 +28,7 @@ from forge.harness.worker import GATE_FIELDS, Job, Result
 from forge.harness.workloads import MODELS
 from forge.optim.registry import find
 
-SETTINGS_FILE, LOG_FILE = "run.json", "log.txt"
+SETTINGS_FILE = "run.json"
 # Of any count, and of seconds: longer than select() waits.
 MOST = 10**9
 # Bytes that a worker needs for its result and output.

@@ -17,6 +17,7 @@ _UPDATE_SPAN = "Optimizer.step#"  # torch opens it around the step of every opti
 _DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
 _LAUNCH = re.compile(r"^(cuda|cu)(Launch|Graph|Memcpy|Memset)")
 
+IDLE = "idle"  # the time of a step in which nothing ran
 PARTS = {
     "gemm": "matrix products",
     "attention": "attention",

@@ -8,12 +8,18 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 # In reading order: the second page repeats what the first one measured.
-PAGES = ("benchmark", "reproducing", "adding-an-optimizer", "adding-a-model", "training")
+PAGES = (
+    *("benchmark", "reproducing", "adding-an-optimizer", "adding-a-model"),
+    *("library", "training", "numerics"),
+)
+DOCS = tuple(f"docs/{page}.md" for page in PAGES)
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -53,7 +59,11 @@ def python(text: str, home: Path, monkeypatch, names: dict) -> None:
 
 
 def blocks_of(page: str) -> list[tuple[str, str]]:
-    text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
+    return blocks_in(ROOT / "docs" / f"{page}.md")
+
+
+def blocks_in(file: Path) -> list[tuple[str, str]]:
+    text = file.read_text(encoding="utf-8")
     blocks = BLOCK.findall(text)
     assert blocks and text.count("```") == 2 * len(blocks)
     return blocks
@@ -89,3 +99,68 @@ def test_every_command_and_exit_code_is_documented():
         assert f"| `{command.name}" in text, f"{command.name} is not in docs/benchmark.md"
     for code in re.findall(r"^  (\d+) ", HELP, re.MULTILINE):
         assert f"| {code} |" in text
+
+
+class TinyModel:
+    """What the README's model is here: a small one of its class, on a CPU."""
+
+    @staticmethod
+    def from_pretrained(name: str, dtype: torch.dtype):
+        from transformers import Qwen3Config, Qwen3ForCausalLM
+
+        assert name == "Qwen/Qwen3-0.6B"
+        config = Qwen3Config(
+            vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
+            num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+        )  # fmt: skip
+        model = Qwen3ForCausalLM(config).to(dtype)
+        model.to = lambda device: model
+        return model
+
+
+def test_the_readme(monkeypatch):
+    """Its Python runs on a small model; its commands exist with these options."""
+    import transformers
+    from typer.main import get_command
+
+    from forge.harness.cli import app
+
+    monkeypatch.setattr(transformers, "AutoModelForCausalLM", TinyModel)
+    ids = torch.randint(0, 64, (1, 16))
+    names = {"loader": [{"input_ids": ids, "labels": ids}] * 3}
+    commands, targets = [], []
+    for language, block in blocks_in(ROOT / "README.md"):
+        if language == "python":
+            before = names.get("model")
+            exec(compile(block, "README.md", "exec"), names)
+            assert names["model"] is not before and names["model"].training
+        elif language == "sh":
+            lines = [line.partition("#")[0].split() for line in block.splitlines()]
+            commands += [words[1:] for words in lines if words[0] == "forge-bench"]
+            targets += [words[1] for words in lines if words[0] == "make"]
+        else:
+            raise AssertionError(f"a block without a language that can be run: {language}")
+    assert names["loss"].isfinite() and len(commands) >= 4 and targets == ["bench", "test"]
+    group: Any = get_command(app)
+    for words in commands:
+        name = "run" if words[0].startswith("--") else words.pop(0)
+        group.commands[name].make_context(name, words)  # raises on what it does not know
+    subprocess.run(["make", "-n", *targets], cwd=ROOT, check=True, capture_output=True)
+
+
+def test_every_page_is_linked_once_from_the_readme():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    for page in PAGES:
+        assert text.count(f"](docs/{page}.md)") == 1, page
+
+
+@pytest.mark.parametrize("file", ["README.md", "CONTRIBUTING.md", "results/README.md", *DOCS])
+def test_links_lead_somewhere(file):
+    text = (ROOT / file).read_text(encoding="utf-8")
+    for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)", text):
+        found = (ROOT / file).parent / target if target else ROOT / file
+        assert found.exists(), target
+        if anchor:
+            titles = re.findall(r"^#+ (.*)$", found.read_text(encoding="utf-8"), re.MULTILINE)
+            anchors = {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}
+            assert anchor in anchors, anchor

@@ -141,7 +141,7 @@ def test_command(monkeypatch, capsys):
     [
         ("nope", "model 'nope'"),
         ("qwen3-tiny --optimizers nope", "--optimizers: unknown nope; valid: all, adamw"),
-        ("qwen3-tiny --optimizers ,", "--optimizers: unknown ','"),
+        ("qwen3-tiny --optimizers ,", "--optimizers: empty; valid: all, adamw"),
         ("qwen3-tiny --kernels x", "--kernels: unknown 'x'; valid: liger"),
         ("qwen3-tiny --execution x", "--execution: unknown 'x'; valid: eager"),
     ],

@@ -138,3 +138,23 @@ def test_entry_points(installed, monkeypatch, capsys):
 
     assert "good" in [row.key for row in select_rows(["all"], "cpu")]
     assert forge_bench(monkeypatch, "check", "good", *SMALL) == 0, "the worker did not find it"
+
+
+def test_profiled_and_estimated(installed, tmp_path, monkeypatch, capsys):
+    import torch
+
+    name, threads = "outside_package.methods:GOOD", torch.get_num_threads()
+    options = "--seq 16 --steps 1 --warmup 1 --device cpu --json --out".split()
+    try:
+        assert forge_bench(monkeypatch, "profile", name, *options, tmp_path / "runs") == 0
+    finally:
+        torch.set_num_threads(threads)
+    assert json.loads(capsys.readouterr().out)["row"]["key"] == name
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert json.loads((folder / "profile.json").read_text())["method"] == "Outside good"
+    optimizers = ("--optimizers", f"{name},good,adamw")
+    assert forge_bench(monkeypatch, "estimate", "qwen3-tiny", *optimizers, "--json") == 0
+    rows = {row["key"]: row for row in json.loads(capsys.readouterr().out)["methods"]}
+    assert rows[name]["peak_gib"] is None and rows["adamw"]["peak_gib"] > 0
+    assert forge_bench(monkeypatch, "estimate", "qwen3-tiny", "--json") == 0
+    assert "good" in [row["key"] for row in json.loads(capsys.readouterr().out)["methods"]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -44,7 +45,7 @@ def board():
 @pytest.fixture(scope="module")
 def address(board, tmp_path_factory):
     file = tmp_path_factory.mktemp("page") / "index.html"
-    file.write_text(page.render(board, publish.draw(board.rows)), encoding="utf-8")
+    file.write_text(page.render(board, publish.draw(board)), encoding="utf-8")
     return file.as_uri()
 
 
@@ -135,6 +136,9 @@ def test_a_record_opens_by_click_and_by_keyboard(tab, board):
     dialog.locator("summary").first.click()
     shown = dialog.locator("details pre").first.inner_text().split()
     assert [float(ms) for ms in shown] == pytest.approx(record.samples_ms, abs=1e-3)
+    dialog.locator("summary", has_text="Log").first.click()
+    said = board.logs[record.run_id, record.row, record.repeat]
+    assert "-> ok" in said and said.strip() in dialog.inner_text()
     tab.keyboard.press("Escape")
     assert dialog.is_hidden()
     assert tab.evaluate("document.activeElement.closest('.row') !== null"), "the focus is lost"
@@ -163,7 +167,16 @@ def test_nothing_sticks_out(tab, width):
     if width != 320:
         fits = region.evaluate("e => e.scrollWidth <= e.clientWidth")
         assert fits, "the table must be scrolled sideways"
-    tab.locator(".row button").first.click()
+    for chart in ("figure text", "dialog .chart text"):
+        if chart.startswith("dialog"):
+            tab.locator(".row button").first.click()
+        texts = tab.locator(chart).filter(has_text=re.compile(r"\S"))
+        heights = texts.evaluate_all(
+            "all => all.map((t) => {"
+            " const m = t.getScreenCTM();"
+            " return t.getBBox().height * Math.sqrt(Math.abs(m.a * m.d - m.b * m.c)); })"
+        )
+        assert min(heights) >= 8, f"{chart} cannot be read"
     assert tab.evaluate("document.querySelector('dialog').scrollWidth") <= width
     box = tab.locator("dialog").bounding_box()
     assert box["x"] >= 0 and box["x"] + box["width"] <= width

@@ -9,7 +9,7 @@ import json
 import pytest
 import torch
 
-from forge.harness import profile, trace
+from forge.harness import profile, profiles, trace
 from forge.harness.rows import Row
 from forge.harness.workloads import MODELS
 
@@ -220,6 +220,9 @@ def test_a_cpu_profile(monkeypatch, capsys, tmp_path):
     assert "aten::_fused_adamw_" in names and "aten::mm" in names
     events = json.loads(gzip.open(folder / "trace.json.gz").read())["traceEvents"]
     assert sum(event["name"] == trace.STEP for event in events) == 2
+    (kept,), damaged = profiles.load_all(tmp_path)
+    assert damaged == [] and kept.parts == found["parts"] and kept.wall_ms == found["wall_ms"]
+    assert (kept.run_id, kept.row, kept.seq) == (folder.name, "adamw-fused/hf/eager", 16)
     text = (folder / "profile.txt").read_text()
     assert "matrix products" in text and "aten::mm" in text and "ms a step" in text
 
@@ -227,9 +230,9 @@ def test_a_cpu_profile(monkeypatch, capsys, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("nope", "profile: unknown method 'nope'; valid: adamw"),
-        ("adamw,adamw-fused", "profile: unknown method 'adamw,adamw-fused'"),
-        ("all", "profile: unknown method 'all'"),
+        ("nope", "--optimizers: unknown nope; valid: all, adamw"),
+        ("adamw,adamw-fused", "profile adamw,adamw-fused: one method at a time"),
+        ("all", "profile all: one method at a time"),
         ("flashoptim", "profile flashoptim: unsupported: FlashOptim runs on cuda only"),
         ("adamw --kernels liger", "--kernels liger: Liger's kernels need a CUDA device"),
         ("adamw --execution cuda_graph", "--execution cuda_graph: a CUDA graph needs a CUDA"),
@@ -248,6 +251,21 @@ def test_refusals(arguments, message, tmp_path, monkeypatch, capsys):
     assert forge_bench(monkeypatch, "profile", *arguments.split()) == 2
     captured = capsys.readouterr()
     assert message in captured.err and captured.err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_interrupted_profile_leaves_nothing(tmp_path, monkeypatch, capsys):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(profile, "record", interrupted)
+    threads = torch.get_num_threads()
+    options = "--seq 16 --steps 1 --warmup 1 --device cpu --out".split()
+    try:
+        assert forge_bench(monkeypatch, "profile", "adamw", *options, str(tmp_path)) == 130
+    finally:
+        torch.set_num_threads(threads)
+    assert capsys.readouterr().err.endswith("forge-bench: interrupted\n")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -92,7 +92,7 @@ def test_the_recorded_runs(tmp_path):
 
 def test_the_page_needs_no_network_and_ranks_no_published_row():
     board = leaderboard.read(RESULTS / "runs", RESULTS / "published.csv")
-    text = page.render(board, publish.draw(board.rows))
+    text = page.render(board, publish.draw(board))
     found = Page(text)
     assert not {"link", "img", "iframe"} & {tag for tag, _ in found.tags}
     assert all("src" not in given for _, given in found.tags)
@@ -253,7 +253,7 @@ def test_memory_parts_add_up_to_the_peak(real):
 def test_lengths_are_joined_only_where_they_compare(tmp_path, real, changes, drawn):
     short = next(r for r in real if r.status == "ok")
     long = replace(short, run_id="longer", seq=4 * short.seq, **changes)
-    names = [figure.name for figure in publish.draw(board_of(tmp_path, short, long).rows)]
+    names = [figure.name for figure in publish.draw(board_of(tmp_path, short, long))]
     assert any(name.startswith("sequence/") for name in names) == drawn
 
 

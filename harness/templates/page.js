@@ -71,7 +71,8 @@ function facts(pairs) {
   return list;
 }
 function chart(series, label) {
-  const [width, height, left, bottom] = [640, 150, 52, 20];
+  const [height, left, bottom] = [150, 52, 20];
+  const width = Math.max(260, Math.min(640, innerWidth - 56));  // a unit is a pixel: text keeps its size
   const all = series.flat();
   const [low, high] = [Math.min(...all), Math.max(...all)];
   const shape = (name, attributes) => {
@@ -110,6 +111,7 @@ function show(record) {
     } else {
       parts.push(make("p", `${pass.status}: no steps were timed.`));
     }
+    if (pass.log) parts.push(make("details", "", make("summary", "Log"), make("pre", pass.log)));
   }
   const gate = record.gate;
   if (gate) parts.push(make("h3", "Gate"));
