@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+import sys
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -45,30 +46,35 @@ def make_batches(source: str, batch: int, seq: int, vocab: int, seed: int) -> np
     return ids[: count * batch * seq].reshape(count, batch, seq).astype(np.int32)
 
 
-def split_batches(
-    encode: Callable[[str], list[int]], part: str, batch: int, seq: int, count: int, seed: int
-) -> np.ndarray:
-    """Token ids, int32 ``[n, batch, seq]``, of the standard library's sources, n up to ``count``.
+def split_tokens(encode: Callable[[str], list[int]], part: str) -> np.ndarray:
+    """Token ids, int64 ``[n]``, of a part of the standard library's sources, file by file.
 
     Args:
         encode: ids of a document, its end included.
-        part: ``heldout``, every tenth file, or ``train``, the others; in the order of ``seed``.
-
-    Raises:
-        DataError: less than one batch.
+        part: ``heldout``, every tenth file, or ``train``, the others.
     """
     files = _stdlib()
     held = files[::HELD_OUT]
     chosen = held if part == "heldout" else [file for file in files if file not in set(held)]
-    random.Random(seed).shuffle(chosen)
-    ids = _encode(_read(chosen), count * batch * seq, encode)
-    found = len(ids) // (batch * seq)
+    return _encode(_read(chosen), sys.maxsize, encode)
+
+
+def shuffled_batches(tokens: np.ndarray, batch: int, seq: int, count: int, seed: int) -> np.ndarray:
+    """Sequences of ``tokens`` in the order of ``seed``, int32 ``[n, batch, seq]``, n up to
+    ``count``: a few of them are from anywhere in the text.
+
+    Raises:
+        DataError: less than one batch.
+    """
+    sequences = tokens[: len(tokens) // seq * seq].reshape(-1, seq)
+    order = np.random.default_rng(seed).permutation(len(sequences))
+    found = min(count, len(order) // batch)
     if not found:
         raise DataError(
-            f"the {part} files hold {len(ids)} tokens, one batch of {batch} x {seq} needs "
+            f"the text holds {len(tokens)} tokens, one batch of {batch} x {seq} needs "
             f"{batch * seq}: give a smaller --batch or --seq"
         )
-    return ids[: found * batch * seq].reshape(found, batch, seq).astype(np.int32)
+    return sequences[order[: found * batch]].reshape(found, batch, seq).astype(np.int32)
 
 
 def fingerprint(batches: np.ndarray) -> str:
@@ -111,9 +117,7 @@ def qwen_encoder() -> Callable[[str], list[int]]:
     return lambda text: [*tokenizer.encode(text, allowed_special=set()), tokenizer.eod_id]
 
 
-def _encode(
-    documents: Iterable[str], need: int, encode: Callable[[str], list[int]]
-) -> np.ndarray:
+def _encode(documents: Iterable[str], need: int, encode: Callable[[str], list[int]]) -> np.ndarray:
     ids: list[int] = []
     for document in documents:
         ids += encode(document)

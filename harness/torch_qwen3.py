@@ -101,7 +101,7 @@ class Block(nn.Module):
 
 
 class TorchQwen3(nn.Module):
-    """The plain PyTorch twin of a Hugging Face Qwen3 or Llama model. Build it with :func:`from_hf`."""
+    """The plain PyTorch twin of a Hugging Face Qwen3 or Llama, as :func:`from_hf` builds it."""
 
     inv_freq: Tensor
 
