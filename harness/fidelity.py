@@ -123,6 +123,10 @@ class Diverged(RuntimeError):
     """The loss is no number any more."""
 
 
+class DeviceLost(RuntimeError):
+    """A kernel has failed: no row of this process can use the device any more."""
+
+
 class _Autocast(nn.Module):
     """``model`` in bf16 over fp32 weights."""
 
@@ -201,12 +205,15 @@ def release(device: str) -> None:
     """Free what a row has left behind.
 
     Raises:
-        RuntimeError: a kernel has failed; no row of this process can use the device any more.
+        DeviceLost: so it says.
     """
     gc.collect()
     if device == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
+        try:
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+        except RuntimeError as error:
+            raise DeviceLost(one_line(error)) from error
 
 
 def _train(

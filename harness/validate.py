@@ -203,7 +203,8 @@ def _methods(text: str) -> list[str]:
 def _create(out: Path, settings: Settings) -> tuple[Path, Settings]:
     commit, _ = environment.git_state()
     try:
-        folder = new_folder(out, "validate", settings.hardware, commit)
+        workload = "validate" if settings.device == "cuda" else "validate-trial"
+        folder = new_folder(out, workload, settings.hardware, commit)
         settings = replace(settings, run_id=folder.name)
         text = json.dumps(asdict(settings), indent=1) + "\n"
         write_atomically(folder / SETTINGS_FILE, text)
@@ -251,6 +252,7 @@ def _execute(folder: Path, settings: Settings, console: Console) -> tuple[list[R
     for message in damaged:
         say(message)
     say(f"run {folder}: {len(rows)} rows of {settings.steps} steps on {settings.hardware}")
+    again = f"forge-bench validate --resume {folder}"
     task = progress.add_task("", total=len(rows) * settings.steps)
     try:
         with progress:
@@ -266,12 +268,10 @@ def _execute(folder: Path, settings: Settings, console: Console) -> tuple[list[R
                 say(f"[{number}/{len(rows)}] {_outcome(record)}")
                 fidelity.release(settings.device)
     except KeyboardInterrupt:
-        say(f"interrupted; go on with: forge-bench validate --resume {folder}")
+        say(f"interrupted; go on with: {again}")
         return found, 130
-    except RuntimeError as error:  # of release
-        problem = environment.one_line(error)
-        say(f"the GPU cannot be used any more ({problem}); go on with: forge-bench validate "
-            f"--resume {folder}")  # fmt: skip
+    except fidelity.DeviceLost as error:
+        say(f"the GPU cannot be used any more ({error}); go on with: {again}")
         return found, 1
     return found, 0
 
@@ -320,18 +320,16 @@ def _train(
     name: str, chosen: Method, lr: float, seed: int, settings: Settings, tick: Any
 ) -> dict[str, Any]:
     s = settings
+    shape = (s.batch, s.seq)
     try:
         subject = load(name)
-        shape = (s.batch, s.seq)
         train = _tokens(name, "train", *shape, s.steps, seed, s.device)
         held = _tokens(name, "heldout", *shape, HELD_OUT[s.device], 0, s.device)
-    except (OSError, ValueError) as error:
+        torch.manual_seed(seed)
+        model, lent = subject.make(seed), judge(name, s.device)
+    except (OSError, ValueError, ImportError, RuntimeError) as error:
         return dict(status="failed", notes=environment.one_line(error))
-    torch.manual_seed(seed)
-    model = subject.make(seed)
-    fields = fidelity.measure(
-        chosen, model, judge(name, s.device), lr, s.steps, train[0], held[0], s.device, tick
-    )
+    fields = fidelity.measure(chosen, model, lent, lr, s.steps, train[0], held[0], s.device, tick)
     epochs = round(s.steps / len(train[0]), 2)
     return fields | dict(epochs=epochs, data=f"train {train[1]}, held out {held[1]}")
 

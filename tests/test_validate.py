@@ -147,6 +147,18 @@ def test_an_interrupted_run_goes_on_as_if_nothing_had_been(monkeypatch, tmp_path
     assert [r.heldout for r in resumed] == [r.heldout for r in whole]
 
 
+def test_a_lost_gpu_ends_the_run_and_keeps_what_was_measured(monkeypatch, tmp_path, capsys):
+    def lost(device):
+        raise fidelity.DeviceLost("CUDA error: an illegal memory access")
+
+    monkeypatch.setattr(fidelity, "release", lost)
+    arguments = (*SMALL, "--methods", "fp32-master,forge-bf16", "--seeds", 1)
+    runs = tmp_path / "runs"
+    assert forge_bench(monkeypatch, "validate", *arguments, "--out", runs) == 1
+    assert "cannot be used any more (CUDA error" in capsys.readouterr().out
+    assert len(fidelity.read(folder_of(tmp_path))[0]) == 1
+
+
 def test_a_run_of_other_software_is_not_resumed(monkeypatch, tmp_path, capsys):
     runs = tmp_path / "runs"
     forge_bench(
