@@ -41,6 +41,7 @@ SETTINGS_FILE = "validate.json"
 # Batches of held-out text. Methods are compared on the same ones, so its size only matters for how
 # well it stands for other text.
 HELD_OUT = {"cuda": 16, "cpu": 4}
+TRAINED = {"cuda": [SMOLLM, "qwen3-tiny"], "cpu": ["qwen3-tiny"]}
 STEPS, BATCH, SEQ = {"cuda": 1000, "cpu": 20}, {"cuda": 4, "cpu": 2}, {"cuda": 512, "cpu": 64}
 
 
@@ -149,7 +150,7 @@ def command(
             options.refuse(f"--resume {folder}: was on {settings.hardware}, this is {now}")
     else:
         where = options.device(device)
-        names = list(dict.fromkeys(model or ([SMOLLM, "qwen3-tiny"][where == "cpu" :])))
+        names = list(dict.fromkeys(model or TRAINED[where]))
         settings = options.checked(
             Settings,
             run_id="",
@@ -278,12 +279,16 @@ def _execute(folder: Path, settings: Settings, console: Console) -> tuple[list[R
 
 def _check_same(folder: Path, earlier: Sequence[Record], now: dict[str, Any]) -> None:
     for record in earlier:
-        for what in SAME:
-            if record.environment.get(what) != now[what]:
-                then = record.environment.get(what) or "not there"
+        made, rival = record.environment, fidelity.method(record.key).spec.distribution
+        # The text is of this Python's library.
+        pairs = {name: (made.get(name), now[name]) for name in (*SAME, "python")}
+        if rival:
+            pairs[rival] = made.get("rival_version"), environment.package_version(rival)
+        for what, (then, current) in pairs.items():
+            if then != current:
                 options.refuse(
-                    f"--resume {folder}: rows would not compare: {what} was {then} and is "
-                    f"{now[what] or 'not there'}"
+                    f"--resume {folder}: rows would not compare: {what} was "
+                    f"{then or 'not there'} and is {current or 'not there'}"
                 )
 
 

@@ -62,8 +62,8 @@ class Verdict:
         gap: to the reference; None when either has no loss.
         fall_pct: how far the loss fell, in % of the reference's fall. At a low rate a method that
             learns nothing is close to the reference, too; here it has 0.
-        ok: False where a promise is not kept, or could not be tested though the method ran; None
-            where there is none, or the method could not run.
+        ok: False where a promise is not kept, a row of it failed, or it could not be tested though
+            the method ran; None where there is no promise, or the method cannot run here.
         text: the verdict in words.
     """
 
@@ -100,7 +100,7 @@ def _verdict(rows: list[Record], others: dict[str, list[Record]]) -> Verdict:
     notes = "; ".join(dict.fromkeys(f"{r.status}: {r.notes}" for r in rows if r.status != "ok"))
     gap = gap_pct(rows, others.get(REFERENCE, []))
     ok, text = _judged(first.key, rows, others, gap) if losses else (None, "")
-    if any(row.status == "failed" for row in rows) and first.key in LIMITS_PCT:
+    if any(row.status in ("failed", "oom") for row in rows) and first.key in LIMITS_PCT:
         ok = False
     return Verdict(
         model=first.model_name,
