@@ -411,7 +411,9 @@ class ForgeOptimizer(torch.optim.Optimizer):
         optimizer does not know them, one of this package with other ``states`` does.
 
         Tensors alias the live states, except ``step`` and the like: parameters share those here,
-        and an optimizer that loads them would advance them once for each parameter.
+        and an optimizer that loads them would advance them once for each parameter. Every param
+        group holds ``forge_format``, the version of the layout. The seed of stochastic rounding is
+        an argument of the constructor and not saved.
         """
         return detached(self, super().state_dict())
 
@@ -426,7 +428,8 @@ class ForgeOptimizer(torch.optim.Optimizer):
         count as one step old, which is all that such a rule asks.
 
         Raises:
-            ValueError: groups, settings or shapes do not match; the message names the parameter.
+            ValueError: groups, settings or shapes do not match; the message names the parameter. A
+                ``forge_format`` that this version does not know.
             KeyError: a state is missing.
             RuntimeError: between ``backward()`` and ``step()``.
         """

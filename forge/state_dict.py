@@ -17,6 +17,10 @@ from forge.optim.states import check_states, check_stored, convert_states, store
 if TYPE_CHECKING:
     from forge.optimizer import ForgeOptimizer
 
+# How states are saved: names, codes, scales, and what `step` counts. In every param group, which
+# is what torch.distributed.checkpoint and trainers hand on, while they drop other keys at the top.
+FORMAT, FORMAT_KEY = 1, "forge_format"
+
 
 def detached(optimizer: ForgeOptimizer, saved: dict[str, Any]) -> dict[str, Any]:
     """``saved``, as torch's ``state_dict`` gives it, without what parameters share here."""
@@ -25,7 +29,9 @@ def detached(optimizer: ForgeOptimizer, saved: dict[str, Any]) -> dict[str, Any]
         key: {k: v.clone() if k in shared else v for k, v in state.items()}
         for key, state in saved["state"].items()
     }
-    saved["param_groups"] = [{**optimizer.fixed, **group} for group in saved["param_groups"]]
+    saved["param_groups"] = [
+        {**optimizer.fixed, **group, FORMAT_KEY: FORMAT} for group in saved["param_groups"]
+    ]
     return saved
 
 
@@ -35,7 +41,8 @@ def load(optimizer: ForgeOptimizer, state_dict: dict[str, Any]) -> None:
     loaded = _read(optimizer, state_dict)
     for mine, theirs in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
         # In place: schedulers and clocks hold these dicts.
-        settings = {k: v for k, v in theirs.items() if k not in ("params", "param_names")}
+        left_out = ("params", "param_names", FORMAT_KEY)
+        settings = {k: v for k, v in theirs.items() if k not in left_out}
         mine.update(copy.deepcopy(settings))
     optimizer._queue.discard()
     optimizer.state.clear()
@@ -106,6 +113,13 @@ def _read(optimizer: ForgeOptimizer, state_dict: dict[str, Any]) -> dict[int, di
             raise ValueError(
                 f"param group {i}: state_dict has {len(theirs['params'])} parameters, "
                 f"the optimizer {len(mine['params'])}"
+            )
+        # Without one: of a torch optimizer, whose layout this is.
+        version = theirs.get(FORMAT_KEY, FORMAT)
+        if version != FORMAT:
+            raise ValueError(
+                f"param group {i}: {FORMAT_KEY}={version!r}, but this forge-optim reads {FORMAT}: "
+                "load it with the release that saved it, or a later one"
             )
         optimizer._check_group(i, theirs)
         for param, key in zip(mine["params"], theirs["params"], strict=True):

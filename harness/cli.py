@@ -29,6 +29,7 @@ from forge.harness import (
     records,
     roofline,
     tables,
+    validate,
 )
 from forge.harness.execution import EXECUTIONS
 from forge.harness.files import Patient, locked, write_atomically
@@ -75,6 +76,7 @@ app.command("ofu-sweep")(ofu_sweep.command)
 app.command("profile")(profile.command)
 app.command("publish")(publish.command)
 app.command("roofline")(roofline.command)
+app.command("validate")(validate.command)
 
 
 def main() -> None:
@@ -172,7 +174,7 @@ def run(
     """
     console = options.console(stderr=as_json)
     if resume is not None:
-        _only_resume(context)
+        options.only_resume(context)
         folder, settings = resume, options.checked(load_settings, resume)
         settings = replace(settings, hardware=options.hardware(options.device(settings.device)))
         batches = options.checked(batches_of, settings)
@@ -212,17 +214,6 @@ def run(
         problem = f"{folder}: {error}; what was measured is saved, go on with --resume"
         raise OSError(problem) from error
     _report(found, settings, console, as_json)
-
-
-def _only_resume(context: typer.Context) -> None:
-    given = [
-        name
-        for name in context.params
-        if name not in ("resume", "as_json")
-        and getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"
-    ]
-    if given:
-        options.refuse(f"--resume takes every setting from the run's folder; drop --{given[0]}")
 
 
 def _check_repeats(settings: Settings, rows: list[Row]) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from forge import ForgeOptimizer, TrainStep
 from forge.harness.memory import reachable_tensors
-from forge.optim.spec import Hyper, OptimizerSpec
+from forge.optim.spec import Hyper, OptimizerSpec, backward_then_step
 
 EXECUTIONS = ("eager", "compile", "cuda_graph", "compile+cuda_graph")
 Batch = dict[str, Tensor]
@@ -76,6 +76,44 @@ def build_step(
     if isinstance(optimizer, ForgeOptimizer):
         return _capture_forge(model, optimizer, example)
     return _capture(step, model, optimizer, spec, example)
+
+
+def build_split_step(
+    model: nn.Module, optimizer: Any, spec: OptimizerSpec, example: Batch
+) -> GraphStep:
+    """Forward and backward as one CUDA graph, the optimizer's step launched eagerly after it.
+
+    For methods whose step cannot be captured: what is left of the launches of an eager step are the
+    optimizer's own. Gradients are static and stay in memory: every replay writes them anew.
+
+    Args:
+        spec: of a method that trains by ``backward_then_step``.
+
+    Raises:
+        UnsupportedExecution: the model is on no CUDA device, or the update happens in backward.
+        RuntimeError: the capture failed.
+    """
+    if next(model.parameters()).device.type != "cuda":
+        raise UnsupportedExecution("a split step needs a CUDA device; use execution=eager")
+    if spec.train is not backward_then_step or isinstance(optimizer, ForgeOptimizer):
+        raise UnsupportedExecution(
+            f"{spec.method} updates inside backward, so there is no step to split off; use "
+            "execution=eager or cuda_graph"
+        )
+
+    def gradients(batch: Batch) -> Tensor:
+        loss = model(**batch).loss
+        loss.backward()
+        return loss.detach()
+
+    captured = _capture(gradients, model, optimizer, spec, example)
+
+    def step(batch: Batch) -> Tensor:
+        loss = captured(batch)
+        optimizer.step()
+        return loss
+
+    return GraphStep(step, captured.shapes, captured.peak_bytes)
 
 
 def _check_capturable(model: nn.Module, spec: OptimizerSpec, hyper: Hyper, execution: str) -> None:

@@ -156,3 +156,15 @@ def methods(text: str) -> list[str]:
 def keys(text: str) -> list[str]:
     """Items of a comma-separated list."""
     return [key.strip() for key in text.split(",") if key.strip()]
+
+
+def only_resume(context: typer.Context) -> None:
+    """Refuse options beside ``--resume``, which takes every setting from the run's folder."""
+    given = [
+        name
+        for name in context.params
+        if name not in ("resume", "as_json")
+        and getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"
+    ]
+    if given:
+        refuse(f"--resume takes every setting from the run's folder; drop --{given[0]}")

@@ -17,7 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 
-from forge.harness import records
+from forge.harness import fidelity, records
 from forge.harness.memory import GIB
 from forge.harness.profiles import Profile
 from forge.harness.records import Record
@@ -212,6 +212,56 @@ def time_by_part(profile: Profile) -> str | None:
 
 def _beside(axes: Axes, x: float, y: float, text: str) -> None:
     axes.annotate(text, (x, y), (4, 0), textcoords="offset points", va="center", fontsize=8)
+
+
+def loss_curves(rows: Sequence[fidelity.Record], title: str) -> str | None:
+    """Losses (nats a token) over steps of one model at one rate, a line a method, mean of its seeds
+    with a band from the lowest to the highest: of training, in windows of a hundredth of the steps,
+    and beside it of held-out text against the reference, in %. ``None``: nothing was trained."""
+    trained = [row for row in rows if row.status == "ok"]
+    groups: dict[str, list[fidelity.Record]] = {}
+    for row in trained:
+        groups.setdefault(row.key, []).append(row)
+    if not groups:
+        return None
+    reference = {row.seed: row for row in groups.get(fidelity.REFERENCE, [])}
+    with rc_context(STYLE):
+        figure = Figure(figsize=(9.2, 3.8), layout="constrained")
+        left, right = figure.subplots(1, 2)
+        for i, group in enumerate(groups.values()):
+            look: Any = dict(color=COLOURS[i % len(COLOURS)], lw=1.2)
+            look["ls"] = ("-", "--", ":")[i // len(COLOURS) % 3]
+            window = max(1, group[0].steps // 100)
+            steps = [(n + 0.5) * window for n in range(group[0].steps // window)]
+            smooth = [_windows(row.train_losses, window) for row in group]
+            _band(left, steps, smooth, f"{group[0].method} {group[0].states}", look)
+            gaps = [
+                [100 * (mine[1] / theirs[1] - 1) for mine, theirs in pairs]
+                for row in group
+                if row.seed in reference
+                for pairs in [list(zip(row.heldout, reference[row.seed].heldout, strict=True))]
+            ]
+            if gaps:
+                _band(right, [point[0] for point in group[0].heldout], gaps, "", look)
+        for axes in (left, right):
+            axes.grid(color=INK, alpha=0.15, lw=0.6)
+            axes.set_xlabel("step")
+        left.set_ylabel("training loss, nats a token")
+        right.set_ylabel("held-out loss against fp32 master, %")
+        figure.legend(frameon=False, fontsize=8, loc="outside upper left", ncols=3)
+        return _svg(figure, title)
+
+
+def _windows(losses: Sequence[float], window: int) -> list[float]:
+    count = len(losses) // window
+    return [sum(losses[n * window : (n + 1) * window]) / window for n in range(count)]
+
+
+def _band(axes: Axes, xs: Sequence[float], lines: Any, name: str, look: Any) -> None:
+    columns = list(zip(*lines, strict=True))
+    axes.plot(xs, [sum(column) / len(column) for column in columns], label=name or None, **look)
+    low, high = [min(column) for column in columns], [max(column) for column in columns]
+    axes.fill_between(xs, low, high, color=look["color"], alpha=0.2, lw=0)
 
 
 def label(record: Record) -> str:

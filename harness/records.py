@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, fields
 from functools import cache
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
 Status = Literal["ok", "oom", "unsupported", "skipped", "failed"]
 STATUSES: tuple[str, ...] = get_args(Status)
@@ -131,9 +131,9 @@ def _kinds(hint: Any) -> tuple[type, ...]:
     return (*kinds, int) if float in kinds else kinds
 
 
-def append(folder: Path, record: Record) -> None:
-    """Add ``record`` to the run in ``folder``, on disk when this returns."""
-    path = folder / RECORDS_FILE
+def append(folder: Path, record: Any, name: str = RECORDS_FILE) -> None:
+    """Add ``record``, a dataclass, to the run in ``folder``, on disk when this returns."""
+    path = folder / name
     line = (json.dumps(asdict(record), allow_nan=False) + "\n").encode()
     with path.open("ab+") as file:
         if file.tell() and not _ends_with_newline(file):
@@ -155,26 +155,49 @@ def load(folder: Path) -> tuple[list[Record], list[str]]:
         The records, and one message for every line that could not be read (a run killed in the
         middle of a write leaves one) or has the row and pass of an earlier line.
     """
-    path = folder / RECORDS_FILE
-    records: list[Record] = []
+
+    def identity(record: Record) -> tuple[tuple, str]:
+        key = (record.run_id, record.row, record.repeat)
+        return key, f"pass {record.repeat + 1} of {record.row}"
+
+    return load_lines(folder / RECORDS_FILE, Record, identity)
+
+
+Kind = TypeVar("Kind")
+
+
+def load_lines(
+    path: Path, kind: Callable[..., Kind], identity: Callable[[Kind], tuple[tuple, str]]
+) -> tuple[list[Kind], list[str]]:
+    """Read a file that :func:`append` wrote; no file: no records.
+
+    Args:
+        kind: the dataclass. Fields that it does not have are ignored.
+        identity: what two records of a file must not share, and its name in a message.
+
+    Returns:
+        As :func:`load`.
+    """
+    found: list[Kind] = []
     damaged: list[str] = []
     if not path.exists():
-        return records, damaged
-    known = {f.name for f in fields(Record)}
-    seen: set[tuple[str, str, int]] = set()
+        return found, damaged
+    known = {f.name for f in fields(kind)}  # type: ignore[arg-type]
+    seen: set[tuple] = set()
     for number, line in enumerate(path.read_bytes().splitlines(), start=1):
         if not line.strip():
             continue
         try:
             raw = json.loads(line, parse_constant=no_constant)
-            record = Record(**{k: v for k, v in raw.items() if k in known})
-            if (record.run_id, record.row, record.repeat) in seen:
-                raise ValueError(f"pass {record.repeat + 1} of {record.row} is recorded above")
-            seen.add((record.run_id, record.row, record.repeat))
-            records.append(record)
+            record = kind(**{k: v for k, v in raw.items() if k in known})
+            key, name = identity(record)
+            if key in seen:
+                raise ValueError(f"{name} is recorded above")
+            seen.add(key)
+            found.append(record)
         except (ValueError, TypeError, AttributeError) as error:
             damaged.append(f"{path}:{number}: unreadable record ignored ({error})")
-    return records, damaged
+    return found, damaged
 
 
 def no_constant(name: str) -> NoReturn:

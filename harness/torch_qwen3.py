@@ -2,7 +2,8 @@
 
 Same weights and mathematics as Hugging Face's ``Qwen3ForCausalLM``; q, k, v are one matrix, gate
 and up are one matrix, norms are ``F.rms_norm``, attention is SDPA. Nothing in a step depends on
-data, so it compiles without graph breaks and captures in a CUDA graph.
+data, so it compiles without graph breaks and captures in a CUDA graph. A ``LlamaForCausalLM`` is
+the same without norms of q and k, and has its twin here too.
 
 Shapes: B batch, S sequence, D hidden, H query heads, K key-value heads, E head size.
 """
@@ -45,7 +46,7 @@ def rotate(x_BHSE: Tensor, cos_SE: Tensor, sin_SE: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Causal grouped-query attention with normalized queries and keys."""
+    """Causal grouped-query attention; Qwen3 normalizes queries and keys, Llama does not."""
 
     def __init__(self, hf_attention: Any, eps: float) -> None:
         super().__init__()
@@ -55,8 +56,9 @@ class Attention(nn.Module):
         self.heads = [count // hf.head_dim for count in rows]
         self.qkv_proj = _packed(hf.q_proj, hf.k_proj, hf.v_proj)
         self.o_proj = _packed(hf.o_proj)
-        self.q_norm = _norm(hf.q_norm, eps)
-        self.k_norm = _norm(hf.k_norm, eps)
+        normed = hasattr(hf, "q_norm")
+        self.q_norm = _norm(hf.q_norm, eps) if normed else nn.Identity()
+        self.k_norm = _norm(hf.k_norm, eps) if normed else nn.Identity()
 
     def forward(self, x_BSD: Tensor, cos_SE: Tensor, sin_SE: Tensor) -> Tensor:
         B, S, _ = x_BSD.shape
@@ -99,7 +101,7 @@ class Block(nn.Module):
 
 
 class TorchQwen3(nn.Module):
-    """The plain PyTorch twin of a Hugging Face Qwen3 model. Build it with :func:`from_hf`."""
+    """The plain PyTorch twin of a Hugging Face Qwen3 or Llama, as :func:`from_hf` builds it."""
 
     inv_freq: Tensor
 
@@ -146,13 +148,14 @@ def from_hf(hf_model: Any) -> TorchQwen3:
     """The plain PyTorch twin of ``hf_model``, with its own copy of the weights.
 
     Args:
-        hf_model: a transformers ``Qwen3ForCausalLM`` on its device and in its dtype.
+        hf_model: a transformers ``Qwen3ForCausalLM`` or ``LlamaForCausalLM`` on its device and in
+            its dtype.
 
     Raises:
         ValueError: the configuration uses something that the twin does not have.
     """
     config = hf_model.config
-    if config.model_type != "qwen3":  # others lack what is looked at below
+    if config.model_type not in ("qwen3", "llama"):  # others lack what is looked at below
         raise ValueError(
             f"kernels='torch' does not support model_type={config.model_type!r}; use kernels='hf'"
         )
@@ -161,7 +164,8 @@ def from_hf(hf_model: Any) -> TorchQwen3:
         "attention_dropout": config.attention_dropout > 0,
         "hidden_act": config.hidden_act != "silu",
         "rope_parameters": config.rope_parameters["rope_type"] != "default",
-        "layer_types": "sliding_attention" in config.layer_types,
+        "layer_types": "sliding_attention" in (getattr(config, "layer_types", None) or ()),
+        "mlp_bias": getattr(config, "mlp_bias", False),  # Llama's only
     }
     found = [f"{name}={getattr(config, name)!r}" for name, bad in unsupported.items() if bad]
     if found:

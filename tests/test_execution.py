@@ -15,6 +15,7 @@ from forge.harness.execution import (
     EXECUTIONS,
     GraphStep,
     UnsupportedExecution,
+    build_split_step,
     build_step,
     restored,
 )
@@ -167,6 +168,31 @@ def test_graph_trains_like_eager_from_step_one(key: str, execution: str) -> None
     # Step 1 starts from the given weights: warm-up left no trace.
     assert graph_losses == pytest.approx(losses, rel=1e-4)
     assert largest_difference(model, graphed) < 0.2 * HYPER.lr
+
+
+def test_a_split_step_needs_a_cuda_device() -> None:
+    with pytest.raises(UnsupportedExecution, match="needs a CUDA device; use execution=eager"):
+        build_split_step(make_model(), None, REGISTRY["adamw"], make_batches(1)[0])
+
+
+@cuda_only
+def test_a_split_step_trains_like_eager_from_step_one() -> None:
+    batches = make_batches(6, "cuda")
+    losses, model = train("adamw", "eager", make_model("cuda"), HYPER, batches)
+    spec, split = REGISTRY["adamw"], make_model("cuda")
+    optimizer = spec.build(spec.resolve(), split, HYPER)
+    step = build_split_step(split, optimizer, spec, batches[0])
+    assert [step(batch).item() for batch in batches] == pytest.approx(losses, rel=1e-4)
+    assert largest_difference(model, split) < 0.2 * HYPER.lr
+
+
+@cuda_only
+@pytest.mark.parametrize("key", ["forge-bf16", "flashoptim-release"])
+def test_what_updates_in_backward_has_no_step_to_split_off(key: str) -> None:
+    spec, model = REGISTRY[key], make_model("cuda")
+    optimizer = spec.build(spec.resolve(), model, HYPER) if key == "forge-bf16" else None
+    with pytest.raises(UnsupportedExecution, match="updates inside backward"):
+        build_split_step(model, optimizer, spec, make_batches(1, "cuda")[0])
 
 
 @cuda_only

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from forge.harness.torch_qwen3 import IGNORED_LABEL, TorchQwen3, from_hf
 
@@ -162,10 +162,48 @@ def test_unsupported_configuration_is_refused(changes: dict[str, Any], named: st
         from_hf(make_hf(**changes))
 
 
-def test_another_architecture_is_refused_by_name():
-    from transformers import LlamaConfig, LlamaForCausalLM
+LLAMA = dict(
+    vocab_size=199,
+    hidden_size=48,
+    intermediate_size=112,
+    num_hidden_layers=2,
+    num_attention_heads=6,
+    num_key_value_heads=2,
+    use_cache=False,
+)
 
-    sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1)
-    llama = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2))
-    with pytest.raises(ValueError, match="does not support model_type='llama'; use kernels='hf'"):
-        from_hf(llama)
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_llama_equals_hugging_face_in_fp32(tied: bool) -> None:
+    torch.manual_seed(0)
+    hf = LlamaForCausalLM(LlamaConfig(**LLAMA, tie_word_embeddings=tied))
+    with torch.no_grad():
+        for parameter in hf.parameters():
+            parameter.uniform_(0.5, 1.5) if parameter.ndim == 1 else parameter.mul_(4.0)
+    batch = make_batch()
+    loss, grads = run_twin(from_hf(hf), batch)
+    hf_loss = hf(**batch).loss
+    hf_loss.backward()
+    assert relative_error(loss, hf_loss) < 1e-5
+    attention, mlp = hf.model.layers[1].self_attn, hf.model.layers[1].mlp
+    packed = {
+        "layers.1.self_attn.qkv_proj": (attention.q_proj, attention.k_proj, attention.v_proj),
+        "layers.1.mlp.gate_up_proj": (mlp.gate_proj, mlp.up_proj),
+        "layers.1.mlp.down_proj": (mlp.down_proj,),
+        "embed_tokens": (hf.model.embed_tokens,),
+    }
+    for name, modules in packed.items():
+        truth = torch.cat([module.weight.grad for module in modules])
+        assert relative_error(grads[f"{name}.weight"], truth) < 1e-5, name
+
+
+def test_an_mlp_bias_of_llama_is_refused() -> None:
+    with pytest.raises(ValueError, match="mlp_bias=True"):
+        from_hf(LlamaForCausalLM(LlamaConfig(**LLAMA, mlp_bias=True)))
+
+
+def test_another_architecture_is_refused_by_name():
+    from transformers import MistralConfig, MistralForCausalLM
+
+    with pytest.raises(ValueError, match="model_type='mistral'; use kernels='hf'"):
+        from_hf(MistralForCausalLM(MistralConfig(**LLAMA)))
