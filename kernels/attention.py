@@ -141,8 +141,8 @@ def _attention_delta_kernel(
 ):
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    head = tl.program_id(1)
-    first = tl.program_id(0) * ROWS
+    head = tl.program_id(0)
+    first = tl.program_id(1) * ROWS
     dout_rows = _rows(dout, head // H, head % H, first, T, ROWS, D).to(tl.float32)
     out_rows = _rows(out, head // H, head % H, first, T, ROWS, D).to(tl.float32)
     t = first + tl.arange(0, ROWS)
@@ -325,14 +325,21 @@ def _addressed(t: Tensor) -> tuple[Any, ...]:
 
 def _forward_tile(q: Tensor) -> dict[str, int]:
     if q.element_size() == 4:
-        return dict(BLOCK_Q=16, BLOCK_K=16, num_warps=4, num_stages=2)
+        block = _wide_block(q)
+        return dict(BLOCK_Q=block, BLOCK_K=block, num_warps=4, num_stages=2)
     # 64 rows are what four warps multiply at once.
     return dict(BLOCK_Q=64, BLOCK_K=64, num_warps=4, num_stages=3)
 
 
 def _backward_tile(q: Tensor) -> dict[str, int]:
     # Two stages leave room for two programs on a multiprocessor.
-    return dict(BLOCK=16 if q.element_size() == 4 else 64, num_warps=4, num_stages=2)
+    block = _wide_block(q) if q.element_size() == 4 else 64
+    return dict(BLOCK=block, num_warps=4, num_stages=2)
+
+
+def _wide_block(q: Tensor) -> int:
+    """Of fp32, which is multiplied outside the tensor cores, from registers."""
+    return 16 if q.shape[3] > 32 else 32
 
 
 def _common(q: Tensor, k: Tensor) -> dict[str, Any]:
@@ -407,7 +414,7 @@ def attention_backward(
     if dq.numel():
         dout, q, k, v = map(_loadable, (dout, q, k, v))
         with on_device(q):
-            _attention_delta_kernel[(lse.shape[1] // _DELTA_ROWS, batch * heads)](
+            _attention_delta_kernel[(batch * heads, lse.shape[1] // _DELTA_ROWS)](
                 _addressed(dout),
                 _addressed(out),
                 delta,
@@ -460,7 +467,8 @@ class AttentionFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dout: Tensor):
-        return *attention_backward(dout, *ctx.saved_tensors, ctx.scale), None
+        q, k, v, out, lse = ctx.saved_tensors
+        return *attention_backward(dout, q, k, v, out, lse, ctx.scale), None
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
