@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from forge.kernels.runtime import INTERPRETED, on_device, runs_triton, tl, triton
+from forge.kernels.runtime import INTERPRETED, on_device, processors, runs_triton, tl, triton
 
 HEAD_SIZES = (16, 32, 64, 128)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -216,7 +216,7 @@ def _dq(
     _store(dq_ptr, dq * scale, b, h, first, T, H, D)
 
 
-@triton.jit(do_not_specialize=["B", "T"])
+@triton.jit(do_not_specialize=["B", "T", "turn"])
 def _attention_bwd_kernel(
     q,  # descriptors, whose tiles are [1, 1, BLOCK, D]
     k,
@@ -236,6 +236,7 @@ def _attention_bwd_kernel(
     B,
     T,
     pitch,
+    turn,  # from this program on the order is reversed
     c,
     scale,
     H: tl.constexpr,
@@ -250,8 +251,11 @@ def _attention_bwd_kernel(
     # Rank by rank, from the longest programs to the shortest: those of B * H / HEADS heads of
     # keys, then those of B * H heads of queries.
     count = B * (H // HEADS)
-    rank = tl.program_id(0) // (count + B * H)
-    i = tl.program_id(0) - rank * (count + B * H)
+    pid = tl.program_id(0)
+    if pid >= turn:
+        pid = turn + tl.num_programs(0) - 1 - pid
+    rank = pid // (count + B * H)
+    i = pid - rank * (count + B * H)
     if i < count:
         b = i // (H // HEADS)
         h = (i - b * (H // HEADS)) * HEADS
@@ -359,6 +363,15 @@ def _splits(q: Tensor, k: Tensor) -> bool:
     return k.shape[1] < q.shape[1] and q.shape[0] * q.shape[2] <= _SPLIT_TOKENS
 
 
+def _turn(programs: int, q: Tensor) -> int:
+    """From which program on the shortest come first.
+
+    Where all run at once, two on a multiprocessor, the longest ones so share theirs with the
+    shortest.
+    """
+    return processors(q) if programs <= 2 * processors(q) else programs
+
+
 def _launches_early(q: Tensor) -> bool:
     """Whether a kernel may start before the end of the one whose results it waits for."""
     return q.is_cuda and torch.cuda.get_device_capability(q.device) >= (9, 0)
@@ -425,8 +438,9 @@ def attention_backward(
                 PDL=pdl,
                 ROWS=_DELTA_ROWS,
             )
-            programs = heads + (heads if split else kv_heads)
-            _attention_bwd_kernel[(-(-tokens // tile["BLOCK"]) * batch * programs,)](
+            programs = batch * (heads + (heads if split else kv_heads))
+            programs *= -(-tokens // tile["BLOCK"])
+            _attention_bwd_kernel[(programs,)](
                 *(_described(t, tile["BLOCK"]) for t in (q, k, v, dout)),
                 *(_described_rows(t, tile["BLOCK"]) for t in (lse, delta)),
                 *map(_addressed, (q, k, v, dout)),
@@ -437,6 +451,7 @@ def attention_backward(
                 batch,
                 tokens,
                 lse.shape[1],
+                _turn(programs, q),
                 scale * math.log2(math.e),
                 scale,
                 HEADS=1 if split else heads // kv_heads,

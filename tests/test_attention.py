@@ -144,6 +144,17 @@ def test_offsets_beyond_31_bits():
         torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("turn", [0, 5, 16])
+def test_the_order_of_programs_does_not_matter(device, monkeypatch, turn):
+    monkeypatch.setattr(module, "_turn", lambda programs, q: turn)
+    check(packed(1, 4, 2, 70, 16, torch.bfloat16), device)
+
+
+def test_the_longest_programs_share_a_multiprocessor_with_the_shortest():
+    on_cpu = torch.empty(1)  # counts as four multiprocessors
+    assert [module._turn(n, on_cpu) for n in (3, 5, 8, 9, 100)] == [4, 4, 4, 9, 100]
+
+
 def test_the_output_lies_as_the_next_projection_reads_it(device):
     q, k, v = (t.to(device) for t in packed(2, 4, 2, 7, 16, torch.float32))
     out = attention(q, k, v)
