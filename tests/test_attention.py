@@ -333,6 +333,20 @@ def test_generation_runs_the_plain_module():
     assert torch.equal(model.generate(ids, **how), plain)
 
 
+@pytest.mark.gpu
+def test_a_captured_step_attends_as_the_loop():
+    found = []
+    for graph in (True, False):
+        sizes = dict(hidden_size=128, num_attention_heads=8, head_dim=64)
+        model = make(**sizes).to("cuda", torch.bfloat16)
+        forge.optimize(model, attention="forge")
+        optimizer = forge.ForgeAdamW(model, lr=1e-3, rounding="nearest", path="tiles")
+        step = forge.TrainStep(model, optimizer, graph=graph)
+        inputs = {n: t.to("cuda") for n, t in batch(150).items()}
+        found.append([step(**inputs).item() for _ in range(4)])
+    assert found[0] == pytest.approx(found[1], rel=1e-3) and found[0][-1] < found[0][0]
+
+
 def test_an_unknown_attention():
     with pytest.raises(ValueError, match="attention='flash': must be one of auto, sdpa, forge"):
         forge.optimize(make(), attention="flash")
