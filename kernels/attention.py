@@ -33,6 +33,12 @@ from forge.kernels.runtime import INTERPRETED, on_device, processors, runs_trito
 HEAD_SIZES = (16, 32, 64, 128)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
+_PAD = 64  # rows of lse and delta are a multiple of so many long: whole tiles can be loaded
+_DELTA_ROWS = _SUM_ROWS = 32  # tokens of a program
+# Up to so many tokens query heads that share keys go to programs of their own. A guess, to be
+# measured: from about a wave of programs on it only adds work.
+_SPLIT_TOKENS = 1024
+
 
 def attention_reference(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
     """In plain torch, scores and all; differentiable."""
@@ -342,7 +348,7 @@ def _backward_tile(q: Tensor) -> dict[str, int]:
 
 
 def _wide_block(q: Tensor) -> int:
-    """Of fp32, which is multiplied outside the tensor cores, from registers."""
+    """Rows of an fp32 tile: it is multiplied outside the tensor cores, and lies in registers."""
     return 16 if q.shape[3] > 32 else 32
 
 
@@ -377,16 +383,11 @@ def _launches_early(q: Tensor) -> bool:
     return q.is_cuda and torch.cuda.get_device_capability(q.device) >= (9, 0)
 
 
-_DELTA_ROWS = _SUM_ROWS = 32
-_SPLIT_TOKENS = 1024
-PAD = 64  # lse and delta have rows of a multiple of so many
-
-
 def attention_forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """``out`` [B, H, T, D] and ``lse`` fp32 [B * H, T rounded up], by the kernel."""
     batch, heads, tokens, size = q.shape
     out = torch.empty((batch, tokens, heads, size), dtype=q.dtype, device=q.device)
-    pitch = -(-tokens // PAD) * PAD
+    pitch = -(-tokens // _PAD) * _PAD
     lse = torch.empty((batch * heads, pitch), dtype=torch.float32, device=q.device)
     tile = _forward_tile(q)
     if out.numel():
@@ -490,7 +491,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Te
     """``softmax(scale * q k^T) v``, in which every query sees the keys up to its own position.
 
     As ``torch.nn.functional.scaled_dot_product_attention(is_causal=True, enable_gqa=True)``; made
-    for a thousand tokens or fewer, right for any number. Strides are free: views of a packed
+    for a thousand tokens or fewer on Hopper, right for any number. Strides are free: views of a packed
     projection are read where they lie, if what the GPU's copy engine asks for holds (elements of a
     head side by side, everything else a multiple of 16 bytes); otherwise from a copy.
 
