@@ -28,10 +28,16 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from forge.kernels.runtime import INTERPRETED, on_device, runs_triton, tl, triton
+from forge.kernels.runtime import INTERPRETED, on_device, processors, runs_triton, tl, triton
 
 HEAD_SIZES = (16, 32, 64, 128)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+_PAD = 64  # rows of lse and delta are a multiple of so many long: whole tiles can be loaded
+_DELTA_ROWS = _SUM_ROWS = 32  # tokens of a program
+# Up to so many tokens query heads that share keys go to programs of their own. A guess, to be
+# measured: from about a wave of programs on it only adds work.
+_SPLIT_TOKENS = 1024
 
 
 def attention_reference(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
@@ -141,8 +147,8 @@ def _attention_delta_kernel(
 ):
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    head = tl.program_id(1)
-    first = tl.program_id(0) * ROWS
+    head = tl.program_id(0)
+    first = tl.program_id(1) * ROWS
     dout_rows = _rows(dout, head // H, head % H, first, T, ROWS, D).to(tl.float32)
     out_rows = _rows(out, head // H, head % H, first, T, ROWS, D).to(tl.float32)
     t = first + tl.arange(0, ROWS)
@@ -216,7 +222,7 @@ def _dq(
     _store(dq_ptr, dq * scale, b, h, first, T, H, D)
 
 
-@triton.jit(do_not_specialize=["B", "T"])
+@triton.jit(do_not_specialize=["B", "T", "turn"])
 def _attention_bwd_kernel(
     q,  # descriptors, whose tiles are [1, 1, BLOCK, D]
     k,
@@ -236,6 +242,7 @@ def _attention_bwd_kernel(
     B,
     T,
     pitch,
+    turn,  # from this program on the order is reversed
     c,
     scale,
     H: tl.constexpr,
@@ -250,8 +257,11 @@ def _attention_bwd_kernel(
     # Rank by rank, from the longest programs to the shortest: those of B * H / HEADS heads of
     # keys, then those of B * H heads of queries.
     count = B * (H // HEADS)
-    rank = tl.program_id(0) // (count + B * H)
-    i = tl.program_id(0) - rank * (count + B * H)
+    pid = tl.program_id(0)
+    if pid >= turn:
+        pid = turn + tl.num_programs(0) - 1 - pid
+    rank = pid // (count + B * H)
+    i = pid - rank * (count + B * H)
     if i < count:
         b = i // (H // HEADS)
         h = (i - b * (H // HEADS)) * HEADS
@@ -325,14 +335,21 @@ def _addressed(t: Tensor) -> tuple[Any, ...]:
 
 def _forward_tile(q: Tensor) -> dict[str, int]:
     if q.element_size() == 4:
-        return dict(BLOCK_Q=16, BLOCK_K=16, num_warps=4, num_stages=2)
+        block = _wide_block(q)
+        return dict(BLOCK_Q=block, BLOCK_K=block, num_warps=4, num_stages=2)
     # 64 rows are what four warps multiply at once.
     return dict(BLOCK_Q=64, BLOCK_K=64, num_warps=4, num_stages=3)
 
 
 def _backward_tile(q: Tensor) -> dict[str, int]:
     # Two stages leave room for two programs on a multiprocessor.
-    return dict(BLOCK=16 if q.element_size() == 4 else 64, num_warps=4, num_stages=2)
+    block = _wide_block(q) if q.element_size() == 4 else 64
+    return dict(BLOCK=block, num_warps=4, num_stages=2)
+
+
+def _wide_block(q: Tensor) -> int:
+    """Rows of an fp32 tile: it is multiplied outside the tensor cores, and lies in registers."""
+    return 16 if q.shape[3] > 32 else 32
 
 
 def _common(q: Tensor, k: Tensor) -> dict[str, Any]:
@@ -352,21 +369,25 @@ def _splits(q: Tensor, k: Tensor) -> bool:
     return k.shape[1] < q.shape[1] and q.shape[0] * q.shape[2] <= _SPLIT_TOKENS
 
 
+def _turn(programs: int, q: Tensor) -> int:
+    """From which program on the shortest come first.
+
+    Where all run at once, two on a multiprocessor, the longest ones so share theirs with the
+    shortest.
+    """
+    return processors(q) if programs <= 2 * processors(q) else programs
+
+
 def _launches_early(q: Tensor) -> bool:
     """Whether a kernel may start before the end of the one whose results it waits for."""
     return q.is_cuda and torch.cuda.get_device_capability(q.device) >= (9, 0)
-
-
-_DELTA_ROWS = _SUM_ROWS = 32
-_SPLIT_TOKENS = 1024
-PAD = 64  # lse and delta have rows of a multiple of so many
 
 
 def attention_forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """``out`` [B, H, T, D] and ``lse`` fp32 [B * H, T rounded up], by the kernel."""
     batch, heads, tokens, size = q.shape
     out = torch.empty((batch, tokens, heads, size), dtype=q.dtype, device=q.device)
-    pitch = -(-tokens // PAD) * PAD
+    pitch = -(-tokens // _PAD) * _PAD
     lse = torch.empty((batch * heads, pitch), dtype=torch.float32, device=q.device)
     tile = _forward_tile(q)
     if out.numel():
@@ -407,7 +428,7 @@ def attention_backward(
     if dq.numel():
         dout, q, k, v = map(_loadable, (dout, q, k, v))
         with on_device(q):
-            _attention_delta_kernel[(lse.shape[1] // _DELTA_ROWS, batch * heads)](
+            _attention_delta_kernel[(batch * heads, lse.shape[1] // _DELTA_ROWS)](
                 _addressed(dout),
                 _addressed(out),
                 delta,
@@ -418,8 +439,9 @@ def attention_backward(
                 PDL=pdl,
                 ROWS=_DELTA_ROWS,
             )
-            programs = heads + (heads if split else kv_heads)
-            _attention_bwd_kernel[(-(-tokens // tile["BLOCK"]) * batch * programs,)](
+            programs = batch * (heads + (heads if split else kv_heads))
+            programs *= -(-tokens // tile["BLOCK"])
+            _attention_bwd_kernel[(programs,)](
                 *(_described(t, tile["BLOCK"]) for t in (q, k, v, dout)),
                 *(_described_rows(t, tile["BLOCK"]) for t in (lse, delta)),
                 *map(_addressed, (q, k, v, dout)),
@@ -430,6 +452,7 @@ def attention_backward(
                 batch,
                 tokens,
                 lse.shape[1],
+                _turn(programs, q),
                 scale * math.log2(math.e),
                 scale,
                 HEADS=1 if split else heads // kv_heads,
@@ -460,16 +483,18 @@ class AttentionFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dout: Tensor):
-        return *attention_backward(dout, *ctx.saved_tensors, ctx.scale), None
+        q, k, v, out, lse = ctx.saved_tensors
+        dq, dk, dv = attention_backward(dout, q, k, v, out, lse, ctx.scale)
+        return dq, dk, dv, None
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
     """``softmax(scale * q k^T) v``, in which every query sees the keys up to its own position.
 
     As ``torch.nn.functional.scaled_dot_product_attention(is_causal=True, enable_gqa=True)``; made
-    for a thousand tokens or fewer, right for any number. Strides are free: views of a packed
-    projection are read where they lie, if what the GPU's copy engine asks for holds (elements of a
-    head side by side, everything else a multiple of 16 bytes); otherwise from a copy.
+    for a thousand tokens or fewer on Hopper, right for any number. Strides are free: views of
+    packed projections are read where they lie, if what the GPU's copy engine asks for holds
+    (elements of a head side by side, everything else a multiple of 16 bytes); else from a copy.
 
     Args:
         q: [B, H, T, D], bf16, fp16 or fp32; D is 16, 32, 64 or 128.

@@ -193,7 +193,7 @@ def attention_kernel(kernel: Any, tile: dict[str, int], size: int, **constants: 
     if "ROWS" in tile:
         types |= {n: ("*bf16", "i32", "i32", "i32") for n in ("dout", "out")}
     signature = {n: types.get(n, "*bf16" if n.endswith("_ptr") else "i32") for n in names}
-    free = ("B", "T", "rows", "c", "scale", *constants)
+    free = ("B", "T", "rows", "turn", "c", "scale", *constants)
     aligned: list[tuple[int, ...]] = []
     for i, (n, kind) in enumerate(signature.items()):
         if isinstance(kind, tuple):

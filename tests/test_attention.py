@@ -144,6 +144,17 @@ def test_offsets_beyond_31_bits():
         torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("turn", [0, 5, 16])
+def test_the_order_of_programs_does_not_matter(device, monkeypatch, turn):
+    monkeypatch.setattr(module, "_turn", lambda programs, q: turn)
+    check(packed(1, 4, 2, 70, 16, torch.bfloat16), device)
+
+
+def test_the_longest_programs_share_a_multiprocessor_with_the_shortest():
+    on_cpu = torch.empty(1)  # counts as four multiprocessors
+    assert [module._turn(n, on_cpu) for n in (3, 5, 8, 9, 100)] == [4, 4, 4, 9, 100]
+
+
 def test_the_output_lies_as_the_next_projection_reads_it(device):
     q, k, v = (t.to(device) for t in packed(2, 4, 2, 7, 16, torch.float32))
     out = attention(q, k, v)
@@ -320,6 +331,20 @@ def test_generation_runs_the_plain_module():
     how = dict(max_new_tokens=4, do_sample=False)
     plain = make().eval().generate(ids, **how)
     assert torch.equal(model.generate(ids, **how), plain)
+
+
+@pytest.mark.gpu
+def test_a_captured_step_attends_as_the_loop():
+    found = []
+    for graph in (True, False):
+        sizes = dict(hidden_size=128, num_attention_heads=8, head_dim=64)
+        model = make(**sizes).to("cuda", torch.bfloat16)
+        forge.optimize(model, attention="forge")
+        optimizer = forge.ForgeAdamW(model, lr=1e-3, rounding="nearest", path="tiles")
+        step = forge.TrainStep(model, optimizer, graph=graph)
+        inputs = {n: t.to("cuda") for n, t in batch(150).items()}
+        found.append([step(**inputs).item() for _ in range(4)])
+    assert found[0] == pytest.approx(found[1], rel=1e-3) and found[0][-1] < found[0][0]
 
 
 def test_an_unknown_attention():

@@ -49,9 +49,10 @@ def test_registers_and_shared_memory(kernels):
             # 320 threads a program, one program an SM, of 228 KB.
             assert kernel["registers"] <= 168 and kernel["shared"] <= 227 * 1024, name
         elif name.startswith("attention"):
-            # Two programs of 128 threads on an SM of 227 KB; of forward's, one.
-            limit = 113 if "backward" in name else 227
-            assert kernel["registers"] <= 255 and kernel["shared"] <= limit * 1024, name
+            # Two programs of 128 threads on an SM, which takes 1 KB more for each.
+            registers = 255 if "backward" in name else 160
+            assert kernel["registers"] <= registers, name
+            assert 2 * (kernel["shared"] + 1024) <= 228 * 1024, name
         elif name.startswith("model"):
             # Of the rotation's backward eight programs of 128 threads are to run on an SM.
             assert kernel["registers"] <= (64 if "rope backward" in name else 128), name
