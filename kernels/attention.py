@@ -491,9 +491,10 @@ def attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Te
     """``softmax(scale * q k^T) v``, in which every query sees the keys up to its own position.
 
     As ``torch.nn.functional.scaled_dot_product_attention(is_causal=True, enable_gqa=True)``; made
-    for a thousand tokens or fewer on Hopper, right for any number. Strides are free: views of a packed
-    projection are read where they lie, if what the GPU's copy engine asks for holds (elements of a
-    head side by side, everything else a multiple of 16 bytes); otherwise from a copy.
+    for a thousand tokens or fewer on Hopper, right for any number. Strides are free: views of a
+    packed projection are read where they lie, if what the GPU's copy engine asks for holds
+    (elements of a head side by side, everything else a multiple of 16 bytes); otherwise from a
+    copy.
 
     Args:
         q: [B, H, T, D], bf16, fp16 or fp32; D is 16, 32, 64 or 128.
