@@ -484,17 +484,17 @@ class AttentionFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dout: Tensor):
         q, k, v, out, lse = ctx.saved_tensors
-        dq, dk, dv = attention_backward(dout, q, k, v, out, lse, ctx.scale)
-        return dq, dk, dv, None
+        return *attention_backward(dout, q, k, v, out, lse, ctx.scale), None
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
     """``softmax(scale * q k^T) v``, in which every query sees the keys up to its own position.
 
     As ``torch.nn.functional.scaled_dot_product_attention(is_causal=True, enable_gqa=True)``; made
-    for a thousand tokens or fewer on Hopper, right for any number. Strides are free: views of
-    packed projections are read where they lie, if what the GPU's copy engine asks for holds
-    (elements of a head side by side, everything else a multiple of 16 bytes); else from a copy.
+    for a thousand tokens or fewer on Hopper, right for any number. Strides are free: views of a
+    packed projection are read where they lie, if what the GPU's copy engine asks for holds
+    (elements of a head side by side, everything else a multiple of 16 bytes); otherwise from a
+    copy.
 
     Args:
         q: [B, H, T, D], bf16, fp16 or fp32; D is 16, 32, 64 or 128.
