@@ -1,0 +1,445 @@
+"""The fused update for Hopper with 8-bit states: kernels/wgrad_update_hopper.py launches it.
+
+States are codes [N, K], int8 or uint8, with exponents [N, K / 128], uint8 (kernels/block_code.py).
+Both are updated as by kernels/apply_rule.py, with the same random bits.
+
+A row of a tile lies in four lanes of a warp, so the largest value of a block of 128 columns, which
+its exponent depends on, is a reduction within a thread and over four lanes. Its 64 values a thread
+of each state stay in registers until it is known. The exponents, two bytes a row of a tile, are
+read before the tile is multiplied.
+"""
+
+from __future__ import annotations
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from forge.kernels import block_code
+from forge.kernels.hopper_ring import (
+    BK,
+    BN,
+    CHUNK,
+    CODE_PARTS,
+    GROUPS,
+    SLOTS,
+    allocate,
+    begin,
+    chunk_views,
+    gluon_function,
+    halves,
+    loader,
+    multiply,
+    place,
+    storer,
+    thread_barrier,
+    view,
+    wait_for_launches_in_front,
+    widen,
+)
+
+_exponent = gluon_function(block_code.block_exponent)
+_inverse_scale = gluon_function(block_code.inverse_scale)
+
+# block_code.py and rounding.py, two neighbours at a time, in the fewest instructions.
+
+# $0-1 the values; $2 two signed codes, $3 the block's scale, $4 -2^-15 of it.
+DECODE_SIGNED = gl.constexpr("""{
+.reg .b32 a, b, s, t;
+.reg .f32 x, y;
+prmt.b32 a, $2, 0, 0x8880; prmt.b32 b, $2, 0, 0x9991; // with their signs
+abs.s32 s, a; abs.s32 t, b;
+mad.lo.u32 s, s, 0x100000, 0x38000000; mad.lo.u32 t, t, 0x100000, 0x38000000;
+mov.b32 x, s; mov.b32 y, t;
+fma.rn.f32 x, x, $3, $4; fma.rn.f32 y, y, $3, $4;
+mov.b32 s, x; mov.b32 t, y;
+lop3.b32 $0, s, a, 0x80000000, 0x78; lop3.b32 $1, t, b, 0x80000000, 0x78; // x ^ (code & sign)
+}""")
+# The same of unsigned codes; $4 is -2^-31 of the scale.
+DECODE_UNSIGNED = gl.constexpr("""{
+.reg .b32 a, b;
+.reg .f32 x, y;
+and.b32 a, $2, 0xff; shr.u32 b, $2, 8;
+mad.lo.u32 a, a, 0x100000, 0x30000000; mad.lo.u32 b, b, 0x100000, 0x30000000;
+mov.b32 x, a; mov.b32 y, b;
+fma.rn.f32 $0, x, $3, $4; fma.rn.f32 $1, y, $3, $4;
+}""")
+_DECODE_CONSTRAINTS = gl.constexpr("=f,=f,r,f,f")
+
+# h, and its product for the odd neighbour g, from the seeded number of the even one.
+_HASH = """.reg .b64 p;
+.reg .b32 h, g, a, b;
+mul.wide.u32 p, {number}, 0x9E3779B1; mov.b64 {{a, b}}, p; xor.b32 h, a, b;
+mul.wide.u32 p, h, 0x85EBCA77; mov.b64 {{a, b}}, p; xor.b32 h, a, b;
+mul.lo.u32 g, h, 0x9E3779B1;
+"""
+# $0 two bf16; $1-2 their fp32 values, $3 the number. As in wgrad_update_hopper.py, nothing is added
+# to a pair with a NaN, so that it does not carry into the sign.
+ROUND = gl.constexpr(
+    "{\n"
+    + _HASH.format(number="$3")
+    + """.reg .f32 t, u;
+.reg .b32 n;
+mov.b32 t, $1; mov.b32 u, $2; set.num.u32.f32 n, t, u;
+shr.u32 a, h, 16; shr.u32 b, g, 16;
+and.b32 a, a, n; and.b32 b, b, n;
+add.u32 a, a, $1; add.u32 b, b, $2;
+prmt.b32 $0, a, b, 0x7632;
+}"""
+)
+# Four bits to the left of block_code.py's numbers, so that a code is the upper byte. c and d are the
+# random bits with 8 below and, signed, -0x38000000 above them, all shifted.
+_ENCODE = """.reg .b32 c, d;
+.reg .f32 x, y;
+.reg .pred s, t;
+mov.b32 x, $2; mov.b32 y, $3; abs.f32 x, x; abs.f32 y, y;
+fma.rn.f32 x, x, $6, 0f38000000; fma.rn.f32 y, y, $6, 0f38000000; // + 2^-15
+{upper}
+mov.b32 a, x; mov.b32 b, y;
+mad.lo.u32 a, a, 16, c; mad.lo.u32 b, b, 16, d;
+setp.lt.s32 s, $2, 0; setp.lt.s32 t, $3, 0;
+@s sub.u32 a, 0x00ffffff, a; @t sub.u32 b, 0x00ffffff, b; // the upper byte negated
+prmt.b32 $0, a, b, 0x0073;
+mov.b32 x, $4; mov.b32 y, $5;
+setp.gt.f32 s, x, 0f00000000; setp.gt.f32 t, y, 0f00000000;
+fma.rn.f32 x, x, $7, 0f30000000; fma.rn.f32 y, y, $7, 0f30000000; // + 2^-31
+{lower}
+mov.b32 a, x; mov.b32 b, y;
+mad.lo.u32 a, a, 16, c; mad.lo.u32 b, b, 16, d;
+@s max.u32 a, a, 0x01000000; @t max.u32 b, b, 0x01000000; // above zero: code 1 at least
+prmt.b32 $1, a, b, 0x0073;
+}}"""
+# $0-1 two codes of the signed and of the unsigned state; $2-3 and $4-5 their fp32 values, $6-7 the
+# inverse scales, $8 the number.
+ENCODE_STOCHASTIC = gl.constexpr(
+    "{\n"
+    + _HASH.format(number="$8")
+    + _ENCODE.format(
+        upper="prmt.b32 c, h, 0x80, 0x4324; prmt.b32 d, g, 0x80, 0x4324;",
+        lower="prmt.b32 c, h, 0x80, 0x5104; prmt.b32 d, g, 0x80, 0x5104;",
+    )
+)
+ENCODE_NEAREST = gl.constexpr(
+    "{\n.reg .b32 a, b;\n"
+    + _ENCODE.format(
+        upper="mov.b32 c, 0x80800080; mov.b32 d, c;",
+        lower="mov.b32 c, 0x00800080; mov.b32 d, c;",
+    )
+)
+_ENCODE_CONSTRAINTS = gl.constexpr("=r,=r,r,r,r,r,f,f,r")
+
+# What is compared may be NaN, which is then the largest.
+_ALL = gl.constexpr(tl.PropagateNan.ALL)
+
+
+@gluon.constexpr_function
+def _unit_layout(columns, first):
+    """Of [64, columns] in the math warps: eight rows a warp, a row in four lanes.
+
+    ``first``: the columns of two neighbouring lanes are so far apart, and what is less in a lane.
+    """
+    inside = [[0, 1]] if first == 2 else []
+    beyond = [[0, c] for c in (4 * first, 8 * first, 16 * first, 32 * first) if c < columns]
+    return gl.DistributedLinearLayout(
+        reg_bases=inside + beyond,
+        lane_bases=[[0, first], [0, 2 * first], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[8, 0], [16, 0], [32, 0]],
+        block_bases=[],
+        shape=[64, columns],
+    )
+
+
+_CHUNK_LAYOUT = gl.constexpr(
+    gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, CHUNK.value, 16]
+    )
+)
+# A unit, 64 rows and 128 columns as the accumulators lie; the same with two columns a number.
+_UNIT = gl.constexpr(_unit_layout(128, 2))
+_PAIRS = gl.constexpr(_unit_layout(64, 1))
+# In a slot: the codes of a block, two a number, by warp, unit and row.
+_CODES_SHAPE = gl.constexpr([8, 2, 8, 64])
+_CODES_IN_SLOT = gl.constexpr(
+    gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+)
+_CODES = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[0, 0, 0, c] for c in (4, 8, 16, 32)],
+        lane_bases=[[0, 0, 0, 1], [0, 0, 0, 2], [0, 0, 1, 0], [0, 0, 2, 0], [0, 0, 4, 0]],
+        warp_bases=[[1, 0, 0, 0], [2, 0, 0, 0], [4, 0, 0, 0]],
+        block_bases=[],
+        shape=[8, 1, 8, 64],
+    )
+)
+
+
+@gluon.jit
+def _as(x, layout: gl.constexpr):
+    """``x`` in a layout that places every element where it is."""
+    return gl.convert_layout(x, layout, assert_trivial=True)
+
+
+@gluon.jit
+def _units(x):
+    """[128, 128] in two [64, 128]: of 16 rows of a warp the first eight, and the others."""
+    a, b = x.reshape([8, 2, 8, 128]).permute((0, 2, 3, 1)).split()
+    return _as(a.reshape([64, 128]), _UNIT), _as(b.reshape([64, 128]), _UNIT)
+
+
+@gluon.jit
+def _whole(a, b):
+    """The reverse of ``_units``, as two halves [128, 64]."""
+    x = gl.join(a, b).reshape([8, 8, 128, 2]).permute((0, 3, 1, 2)).reshape([128, 128])
+    left, right = halves(x)
+    return _as(left, _CHUNK_LAYOUT), _as(right, _CHUNK_LAYOUT)
+
+
+@gluon.jit
+def _pairs(x):
+    """Even and odd columns of a unit."""
+    even, odd = x.reshape([64, 64, 2]).split()
+    return _as(even, _PAIRS), _as(odd, _PAIRS)
+
+
+@gluon.jit
+def _interleave(even, odd):
+    return _as(gl.join(even, odd).reshape([64, 128]), _UNIT)
+
+
+@gluon.jit
+def _decode(codes, exponent, SIGNED: gl.constexpr):
+    """A unit, fp32, of its codes, two a number [64, 64], and exponents [64]."""
+    scale = (_as(exponent, gl.SliceLayout(1, _PAIRS)) << 23).to(gl.float32, bitcast=True)
+    if SIGNED:
+        offset = scale * -(2.0**-15)
+    else:
+        offset = scale * -(2.0**-31)
+    even, odd = gl.inline_asm_elementwise(
+        DECODE_SIGNED if SIGNED else DECODE_UNSIGNED,
+        _DECODE_CONSTRAINTS,
+        [codes, scale[:, None], offset[:, None]],
+        dtype=(gl.float32, gl.float32),
+        is_pure=True,
+        pack=1,
+    )
+    return _interleave(even, odd)
+
+
+@gluon.jit
+def _larger(a, b):
+    return gl.maximum(a, b, propagate_nan=_ALL)
+
+
+@gluon.jit
+def _store_exponents(x, scale_ptrs, inside, margin: gl.constexpr):
+    """The exponent of each row of a state's unit; the scales' inverses."""
+    largest = gl.reduce(gl.abs(x), 1, _larger)
+    exponent = _exponent(largest.to(gl.int32, bitcast=True), margin)
+    gl.store(scale_ptrs, exponent.to(gl.uint8), mask=inside)
+    return _as(_inverse_scale(exponent), gl.SliceLayout(1, _PAIRS))
+
+
+@gluon.jit
+def _round(w, numbers):
+    """w in bf16."""
+    even, odd = _pairs(w.to(gl.int32, bitcast=True))
+    both = gl.inline_asm_elementwise(
+        ROUND, "=r,r,r,r", [even, odd, numbers], dtype=gl.int32, is_pure=True, pack=1
+    )
+    w = _interleave(both.to(gl.int16), (both >> 16).to(gl.int16))
+    return w.to(gl.bfloat16, bitcast=True)
+
+
+@gluon.jit
+def _encode(m, v, inverse0, inverse1, numbers, STOCHASTIC: gl.constexpr):
+    """Codes of both states, two a number [64, 64]."""
+    m0, m1 = _pairs(m.to(gl.int32, bitcast=True))
+    v0, v1 = _pairs(v.to(gl.int32, bitcast=True))
+    a, b = gl.inline_asm_elementwise(
+        ENCODE_STOCHASTIC if STOCHASTIC else ENCODE_NEAREST,
+        _ENCODE_CONSTRAINTS,
+        [m0, m1, v0, v1, inverse0[:, None], inverse1[:, None], numbers],
+        dtype=(gl.int32, gl.int32),
+        is_pure=True,
+        pack=1,
+    )
+    return a, b
+
+
+@gluon.jit
+def _load_codes(memory, unit: gl.constexpr):
+    codes = view(memory, gl.uint16, _CODES_SHAPE, _CODES_IN_SLOT).slice(unit, 1, 1).load(_CODES)
+    return _as(codes.reshape([64, 64]), _PAIRS).to(gl.int32)
+
+
+@gluon.jit
+def _store_codes(memory, unit: gl.constexpr, codes):
+    codes = _as(codes.to(gl.uint16).reshape([8, 1, 8, 64]), _CODES)
+    view(memory, gl.uint16, _CODES_SHAPE, _CODES_IN_SLOT).slice(unit, 1, 1).store(codes)
+
+
+@gluon.jit
+def _update_unit(
+    g, w, b0, b1, unit: gl.constexpr, scales, inside, numbers, scalars,
+    RULE: gl.constexpr, STOCHASTIC: gl.constexpr,
+):  # fmt: skip
+    """Unit 0 or 1 of a block: its w in bf16; states and scales in place."""
+    p0, p1, e0, e1 = scales
+    m = _decode(_load_codes(b0, unit), e0.to(gl.int32), True)
+    v = _decode(_load_codes(b1, unit), e1.to(gl.int32), False)
+    w, states = RULE(widen(w), g, (m, v), scalars)
+    if STOCHASTIC:
+        w = _round(w, numbers)
+    else:
+        w = w.to(gl.bfloat16)
+    inverse0 = _store_exponents(states[0], p0, inside, 0x1000FF)
+    inverse1 = _store_exponents(states[1], p1, inside, 0x0FFFFF)
+    m, v = _encode(states[0], states[1], inverse0, inverse1, numbers, STOCHASTIC)
+    _store_codes(b0, unit, m)
+    _store_codes(b1, unit, v)
+    return w
+
+
+@gluon.jit
+def _rows(unit: gl.constexpr, layout: gl.constexpr):
+    """The rows of a unit in their tile."""
+    i = gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
+    return i // 8 * 16 + i % 8 + 8 * unit
+
+
+@gluon.jit
+def _numbers(b: gl.constexpr, unit: gl.constexpr, base, pitch, seed):
+    """Seeded numbers of a unit's even elements [64, 64]."""
+    # base is a multiple of 256 and the column is below it: xor is the sum, and the compiler cannot
+    # reassociate it into one address register for every element.
+    rows = _rows(unit, _PAIRS) * pitch + base
+    columns = gl.arange(0, 64, layout=gl.SliceLayout(0, _PAIRS)) * 2 + b * 128
+    return (rows.to(gl.uint32) ^ seed)[:, None] ^ columns.to(gl.uint32)[None, :]
+
+
+@gluon.jit
+def _math(
+    P, Q, full, empty, done, ends, across, salts, heights, scales0, scales1, M,
+    scalars_ptr, seed_ptr,
+    SCALARS: gl.constexpr, RULE: gl.constexpr, STOCHASTIC: gl.constexpr, smem: gl.constexpr,
+):  # fmt: skip
+    scalars = ()
+    for j in gl.static_range(SCALARS):
+        scalars = scalars + (gl.load(scalars_ptr + j),)
+    seed = gl.load(seed_ptr).to(gl.uint32)
+    it = 0
+    n = 0
+    for tile in range(gl.program_id(0), ends[GROUPS - 1], gl.num_programs(0)):
+        first, tk, salt = place(tile, ends, across, salts)
+        row = (tile - first) // tk * BN
+        column = (tile - first) % tk
+        height, p0, p1 = _of_matrix(tile, ends, heights, scales0, scales1)
+        inside = ()
+        scales = ()
+        for unit in gl.static_range(2):
+            rows = _rows(unit, _UNIT) + row
+            inside = inside + (rows < height,)
+            for b in gl.static_range(2):
+                at = rows * (2 * tk) + 2 * column + b  # two blocks a tile
+                e0 = gl.load(p0 + at, mask=inside[unit], other=0)
+                e1 = gl.load(p1 + at, mask=inside[unit], other=0)
+                scales = scales + ((p0 + at, p1 + at, e0, e1),)
+        acc, it = multiply(it, M, P, Q, full, empty)
+        pitch = tk * BK
+        base = row * pitch + column * BK + salt
+        blocks = halves(acc)
+        middle = (it + 1) % SLOTS
+        w1, w2, _ = chunk_views(P.index(middle), Q.index(middle), smem)
+        for b in gl.static_range(2):
+            i = (it + 2 * b) % SLOTS
+            w0, b0, b1 = chunk_views(P.index(i), Q.index(i), smem)
+            left, right = (w0, w1) if b == 0 else (w2, w0)
+            mbarrier.wait(full.index(i), ((it + 2 * b) // SLOTS) & 1)
+            if b == 0:
+                mbarrier.wait(full.index(middle), ((it + 1) // SLOTS) & 1)
+            w = gl.join(left.load(_CHUNK_LAYOUT), right.load(_CHUNK_LAYOUT))
+            w = _units(w.permute((0, 2, 1)).reshape([BN, 128]))
+            g = _units(blocks[b])
+            u = _update_unit(
+                g[0], w[0], b0, b1, 0, scales[b], inside[0], _numbers(b, 0, base, pitch, seed),
+                scalars, RULE, STOCHASTIC,
+            )  # fmt: skip
+            v = _update_unit(
+                g[1], w[1], b0, b1, 1, scales[2 + b], inside[1], _numbers(b, 1, base, pitch, seed),
+                scalars, RULE, STOCHASTIC,
+            )  # fmt: skip
+            u, v = _whole(u, v)
+            left.store(u)
+            right.store(v)
+            fence_async_shared()
+            thread_barrier()
+            mbarrier.arrive(done.index((n + 2 * b) % SLOTS), count=1)
+            if b == 1:
+                mbarrier.arrive(done.index((n + 1) % SLOTS), count=1)
+        it += CODE_PARTS
+        n += CODE_PARTS
+
+
+@gluon.jit
+def _of_matrix(tile, ends, heights, scales0, scales1):
+    """Height and exponents of the matrix with this tile."""
+    height = heights[0]
+    p0 = scales0[0]
+    p1 = scales1[0]
+    for j in gl.static_range(1, GROUPS):
+        beyond = tile >= ends[j - 1]
+        height = gl.where(beyond, heights[j], height)
+        p0 = gl.where(beyond, scales0[j], p0)
+        p1 = gl.where(beyond, scales1[j], p1)
+    return height, p0, p1
+
+
+_INTEGERS = [f"{name}{j}" for name in "ekah" for j in range(GROUPS.value)] + ["M", "behind"]
+_POINTERS = [f"{name}{j}" for name in ("sm", "sv") for j in range(GROUPS.value)]
+
+
+@gluon.jit(do_not_specialize=_INTEGERS, do_not_specialize_on_alignment=_POINTERS)
+def _wgrad_update_hopper_int8_kernel(
+    dy0, dy1, dy2, dy3,
+    x0, x1, x2, x3,
+    w0, w1, w2, w3,
+    m0, m1, m2, m3,
+    v0, v1, v2, v3,
+    e0, e1, e2, e3,  # tiles of all matrices up to and with this one
+    k0, k1, k2, k3,  # tiles across a row of the matrix
+    a0, a1, a2, a3,  # salts, multiples of 256
+    h0, h1, h2, h3,  # rows of the matrix
+    sm0, sm1, sm2, sm3,  # exponents of both states
+    sv0, sv1, sv2, sv3,
+    M, behind, scalars_ptr, seed_ptr,
+    SCALARS: gl.constexpr, RULE: gl.constexpr, STOCHASTIC: gl.constexpr,
+):  # fmt: skip
+    begin(behind)
+    dy = (dy0, dy1, dy2, dy3)
+    x = (x0, x1, x2, x3)
+    w = (w0, w1, w2, w3)
+    m = (m0, m1, m2, m3)
+    v = (v0, v1, v2, v3)
+    ends = (e0, e1, e2, e3)
+    across = (k0, k1, k2, k3)
+    salts = (a0, a1, a2, a3)
+    heights = (h0, h1, h2, h3)
+    scales0 = (sm0, sm1, sm2, sm3)
+    scales1 = (sv0, sv1, sv2, sv3)
+    P, Q, full, empty, done = allocate(dy0, x0)
+    smem: gl.constexpr = w0.layout
+    gl.warp_specialize(
+        [
+            (_math, (
+                P, Q, full, empty, done, ends, across, salts, heights, scales0, scales1, M,
+                scalars_ptr, seed_ptr, SCALARS, RULE, STOCHASTIC, smem,
+            )),
+            (loader, (dy, x, w, m, v, ends, across, M, P, Q, full, empty, True)),
+            (storer, (w, m, v, ends, across, M, P, Q, done, empty, True)),
+        ],
+        [1, 1],
+        [24, 24],
+    )  # fmt: skip
+    if behind != 0:
+        wait_for_launches_in_front()
