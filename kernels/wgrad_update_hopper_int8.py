@@ -67,65 +67,59 @@ fma.rn.f32 $0, x, $3, $4; fma.rn.f32 $1, y, $3, $4;
 }""")
 _DECODE_CONSTRAINTS = gl.constexpr("=f,=f,r,f,f")
 
-# h, and its product for the odd neighbour g, from the seeded number of the even one.
-_HASH = """.reg .b64 p;
-.reg .b32 h, g, a, b;
-mul.wide.u32 p, {number}, 0x9E3779B1; mov.b64 {{a, b}}, p; xor.b32 h, a, b;
-mul.wide.u32 p, h, 0x85EBCA77; mov.b64 {{a, b}}, p; xor.b32 h, a, b;
-mul.lo.u32 g, h, 0x9E3779B1;
-"""
-# $0 two bf16; $1-2 their fp32 values, $3 the number. As in wgrad_update_hopper.py, nothing is added
-# to a pair with a NaN, so that it does not carry into the sign.
-ROUND = gl.constexpr(
-    "{\n"
-    + _HASH.format(number="$3")
-    + """.reg .f32 t, u;
-.reg .b32 n;
-mov.b32 t, $1; mov.b32 u, $2; set.num.u32.f32 n, t, u;
-shr.u32 a, h, 16; shr.u32 b, g, 16;
-and.b32 a, a, n; and.b32 b, b, n;
+# $0 32 random bits of the even neighbour, $1 its seeded number.
+HASH = gl.constexpr("""{
+.reg .b64 p;
+.reg .b32 h, a, b;
+mul.wide.u32 p, $1, 0x9E3779B1; mov.b64 {a, b}, p; xor.b32 h, a, b;
+mul.wide.u32 p, h, 0x85EBCA77; mov.b64 {a, b}, p; xor.b32 $0, a, b;
+}""")
+# $0 two bf16; $1-2 their fp32 values, $3 the even one's random bits. As in wgrad_update_hopper.py
+# nothing is added to a pair with a NaN, which could carry into the sign.
+ROUND = gl.constexpr("""{
+.reg .f32 x, y;
+.reg .b32 n, g, a, b;
+mov.b32 x, $1; mov.b32 y, $2; set.num.u32.f32 n, x, y;
+and.b32 a, $3, n; mul.lo.u32 g, $3, 0x9E3779B1; and.b32 b, g, n;
+shr.u32 a, a, 16; shr.u32 b, b, 16;
 add.u32 a, a, $1; add.u32 b, b, $2;
 prmt.b32 $0, a, b, 0x7632;
-}"""
-)
-# Four bits to the left of block_code.py's numbers, so that a code is the upper byte. c and d are the
-# random bits with 8 below and, signed, -0x38000000 above them, all shifted.
-_ENCODE = """.reg .b32 c, d;
+}""")
+# $0-1 two codes of the signed and of the unsigned state; $2-3 and $4-5 the bits of their values,
+# $6-7 the inverse scales, $8 the even one's random bits. All is four bits to the left of
+# block_code.py's numbers, so that a code is the upper byte. c and d are the random bits between 8
+# and what block_code.py subtracts.
+_ENCODE = """{
+.reg .b32 g, a, b, c, d, e;
 .reg .f32 x, y;
 .reg .pred s, t;
+BITS
 mov.b32 x, $2; mov.b32 y, $3; abs.f32 x, x; abs.f32 y, y;
 fma.rn.f32 x, x, $6, 0f38000000; fma.rn.f32 y, y, $6, 0f38000000; // + 2^-15
-{upper}
 mov.b32 a, x; mov.b32 b, y;
+SIGNED
 mad.lo.u32 a, a, 16, c; mad.lo.u32 b, b, 16, d;
 setp.lt.s32 s, $2, 0; setp.lt.s32 t, $3, 0;
 @s sub.u32 a, 0x00ffffff, a; @t sub.u32 b, 0x00ffffff, b; // the upper byte negated
 prmt.b32 $0, a, b, 0x0073;
 mov.b32 x, $4; mov.b32 y, $5;
-setp.gt.f32 s, x, 0f00000000; setp.gt.f32 t, y, 0f00000000;
 fma.rn.f32 x, x, $7, 0f30000000; fma.rn.f32 y, y, $7, 0f30000000; // + 2^-31
-{lower}
 mov.b32 a, x; mov.b32 b, y;
+UNSIGNED
 mad.lo.u32 a, a, 16, c; mad.lo.u32 b, b, 16, d;
-@s max.u32 a, a, 0x01000000; @t max.u32 b, b, 0x01000000; // above zero: code 1 at least
+add.u32 e, $4, 0x00ffffff; min.u32 e, e, 0x01ffffff; max.u32 a, a, e; // above zero 1 at least
+add.u32 e, $5, 0x00ffffff; min.u32 e, e, 0x01ffffff; max.u32 b, b, e;
 prmt.b32 $1, a, b, 0x0073;
-}}"""
-# $0-1 two codes of the signed and of the unsigned state; $2-3 and $4-5 their fp32 values, $6-7 the
-# inverse scales, $8 the number.
+}"""
 ENCODE_STOCHASTIC = gl.constexpr(
-    "{\n"
-    + _HASH.format(number="$8")
-    + _ENCODE.format(
-        upper="prmt.b32 c, h, 0x80, 0x4324; prmt.b32 d, g, 0x80, 0x4324;",
-        lower="prmt.b32 c, h, 0x80, 0x5104; prmt.b32 d, g, 0x80, 0x5104;",
-    )
+    _ENCODE.replace("BITS", "mul.lo.u32 g, $8, 0x9E3779B1;")
+    .replace("UNSIGNED", "prmt.b32 c, $8, 0x80, 0x5104; prmt.b32 d, g, 0x80, 0x5104;")
+    .replace("SIGNED", "prmt.b32 c, $8, 0x80, 0x4324; prmt.b32 d, g, 0x80, 0x4324;")
 )
 ENCODE_NEAREST = gl.constexpr(
-    "{\n.reg .b32 a, b;\n"
-    + _ENCODE.format(
-        upper="mov.b32 c, 0x80800080; mov.b32 d, c;",
-        lower="mov.b32 c, 0x00800080; mov.b32 d, c;",
-    )
+    _ENCODE.replace("BITS\n", "")
+    .replace("UNSIGNED", "mov.b32 c, 0x00800080; mov.b32 d, c;")
+    .replace("SIGNED", "mov.b32 c, 0x80800080; mov.b32 d, c;")
 )
 _ENCODE_CONSTRAINTS = gl.constexpr("=r,=r,r,r,r,r,f,f,r")
 
@@ -158,18 +152,18 @@ _CHUNK_LAYOUT = gl.constexpr(
 # A unit, 64 rows and 128 columns as the accumulators lie; the same with two columns a number.
 _UNIT = gl.constexpr(_unit_layout(128, 2))
 _PAIRS = gl.constexpr(_unit_layout(64, 1))
-# In a slot: the codes of a block, two a number, by warp, unit and row.
-_CODES_SHAPE = gl.constexpr([8, 2, 8, 64])
+# In a slot: the codes of a block, two a number, by state, warp, unit and row.
+_CODES_SHAPE = gl.constexpr([2, 8, 2, 8, 64])
 _CODES_IN_SLOT = gl.constexpr(
-    gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+    gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=5)
 )
 _CODES = gl.constexpr(
     gl.DistributedLinearLayout(
-        reg_bases=[[0, 0, 0, c] for c in (4, 8, 16, 32)],
-        lane_bases=[[0, 0, 0, 1], [0, 0, 0, 2], [0, 0, 1, 0], [0, 0, 2, 0], [0, 0, 4, 0]],
-        warp_bases=[[1, 0, 0, 0], [2, 0, 0, 0], [4, 0, 0, 0]],
+        reg_bases=[[1, 0, 0, 0, 0], *([0, 0, 0, 0, c] for c in (4, 8, 16, 32))],
+        lane_bases=[[0, 0, 0, 0, c] for c in (1, 2)] + [[0, 0, 0, r, 0] for r in (1, 2, 4)],
+        warp_bases=[[0, w, 0, 0, 0] for w in (1, 2, 4)],
         block_bases=[],
-        shape=[8, 1, 8, 64],
+        shape=[2, 8, 1, 8, 64],
     )
 )
 
@@ -241,25 +235,25 @@ def _store_exponents(x, scale_ptrs, inside, margin: gl.constexpr):
 
 
 @gluon.jit
-def _round(w, numbers):
+def _round(w, random):
     """w in bf16."""
     even, odd = _pairs(w.to(gl.int32, bitcast=True))
     both = gl.inline_asm_elementwise(
-        ROUND, "=r,r,r,r", [even, odd, numbers], dtype=gl.int32, is_pure=True, pack=1
+        ROUND, "=r,r,r,r", [even, odd, random], dtype=gl.int32, is_pure=True, pack=1
     )
     w = _interleave(both.to(gl.int16), (both >> 16).to(gl.int16))
     return w.to(gl.bfloat16, bitcast=True)
 
 
 @gluon.jit
-def _encode(m, v, inverse0, inverse1, numbers, STOCHASTIC: gl.constexpr):
+def _encode(m, v, inverse0, inverse1, random, STOCHASTIC: gl.constexpr):
     """Codes of both states, two a number [64, 64]."""
     m0, m1 = _pairs(m.to(gl.int32, bitcast=True))
     v0, v1 = _pairs(v.to(gl.int32, bitcast=True))
     a, b = gl.inline_asm_elementwise(
         ENCODE_STOCHASTIC if STOCHASTIC else ENCODE_NEAREST,
         _ENCODE_CONSTRAINTS,
-        [m0, m1, v0, v1, inverse0[:, None], inverse1[:, None], numbers],
+        [m0, m1, v0, v1, inverse0[:, None], inverse1[:, None], random],
         dtype=(gl.int32, gl.int32),
         is_pure=True,
         pack=1,
@@ -268,37 +262,45 @@ def _encode(m, v, inverse0, inverse1, numbers, STOCHASTIC: gl.constexpr):
 
 
 @gluon.jit
-def _load_codes(memory, unit: gl.constexpr):
-    codes = view(memory, gl.uint16, _CODES_SHAPE, _CODES_IN_SLOT).slice(unit, 1, 1).load(_CODES)
-    return _as(codes.reshape([64, 64]), _PAIRS).to(gl.int32)
+def _codes_of_unit(Q, unit: gl.constexpr):
+    return view(Q, gl.uint16, _CODES_SHAPE, _CODES_IN_SLOT).slice(unit, 1, 2)
 
 
 @gluon.jit
-def _store_codes(memory, unit: gl.constexpr, codes):
-    codes = _as(codes.to(gl.uint16).reshape([8, 1, 8, 64]), _CODES)
-    view(memory, gl.uint16, _CODES_SHAPE, _CODES_IN_SLOT).slice(unit, 1, 1).store(codes)
+def _load_codes(Q, unit: gl.constexpr):
+    """Codes of both states of a unit, two a number, [64, 64] int32 each."""
+    both = _codes_of_unit(Q, unit).load(_CODES).to(gl.int32)
+    m, v = both.reshape([2, 64, 64]).permute((1, 2, 0)).split()
+    return _as(m, _PAIRS), _as(v, _PAIRS)
+
+
+@gluon.jit
+def _store_codes(Q, unit: gl.constexpr, m, v):
+    both = gl.join(m.to(gl.uint16), v.to(gl.uint16)).permute((2, 0, 1))
+    _codes_of_unit(Q, unit).store(_as(both.reshape([2, 8, 1, 8, 64]), _CODES))
 
 
 @gluon.jit
 def _update_unit(
-    g, w, b0, b1, unit: gl.constexpr, scales, inside, numbers, scalars,
+    g, w, codes, scales, inside, numbers, scalars,
     RULE: gl.constexpr, STOCHASTIC: gl.constexpr,
 ):  # fmt: skip
-    """Unit 0 or 1 of a block: its w in bf16; states and scales in place."""
+    """w, in bf16, and the codes of a unit after its update; its exponents in place."""
     p0, p1, e0, e1 = scales
-    m = _decode(_load_codes(b0, unit), e0.to(gl.int32), True)
-    v = _decode(_load_codes(b1, unit), e1.to(gl.int32), False)
+    m = _decode(codes[0], e0.to(gl.int32), True)
+    v = _decode(codes[1], e1.to(gl.int32), False)
     w, states = RULE(widen(w), g, (m, v), scalars)
+    random = numbers
     if STOCHASTIC:
-        w = _round(w, numbers)
+        random = gl.inline_asm_elementwise(
+            HASH, "=r,r", [numbers], dtype=gl.uint32, is_pure=True, pack=1
+        )
+        w = _round(w, random)
     else:
         w = w.to(gl.bfloat16)
     inverse0 = _store_exponents(states[0], p0, inside, 0x1000FF)
     inverse1 = _store_exponents(states[1], p1, inside, 0x0FFFFF)
-    m, v = _encode(states[0], states[1], inverse0, inverse1, numbers, STOCHASTIC)
-    _store_codes(b0, unit, m)
-    _store_codes(b1, unit, v)
-    return w
+    return w, _encode(states[0], states[1], inverse0, inverse1, random, STOCHASTIC)
 
 
 @gluon.jit
@@ -353,7 +355,7 @@ def _math(
         w1, w2, _ = chunk_views(P.index(middle), Q.index(middle), smem)
         for b in gl.static_range(2):
             i = (it + 2 * b) % SLOTS
-            w0, b0, b1 = chunk_views(P.index(i), Q.index(i), smem)
+            w0, _, _ = chunk_views(P.index(i), Q.index(i), smem)
             left, right = (w0, w1) if b == 0 else (w2, w0)
             mbarrier.wait(full.index(i), ((it + 2 * b) // SLOTS) & 1)
             if b == 0:
@@ -361,14 +363,17 @@ def _math(
             w = gl.join(left.load(_CHUNK_LAYOUT), right.load(_CHUNK_LAYOUT))
             w = _units(w.permute((0, 2, 1)).reshape([BN, 128]))
             g = _units(blocks[b])
-            u = _update_unit(
-                g[0], w[0], b0, b1, 0, scales[b], inside[0], _numbers(b, 0, base, pitch, seed),
-                scalars, RULE, STOCHASTIC,
+            u, c = _update_unit(
+                g[0], w[0], _load_codes(Q.index(i), 0), scales[b], inside[0],
+                _numbers(b, 0, base, pitch, seed), scalars, RULE, STOCHASTIC,
             )  # fmt: skip
-            v = _update_unit(
-                g[1], w[1], b0, b1, 1, scales[2 + b], inside[1], _numbers(b, 1, base, pitch, seed),
-                scalars, RULE, STOCHASTIC,
+            codes = _load_codes(Q.index(i), 1)  # before the store: else a barrier is between them
+            _store_codes(Q.index(i), 0, c[0], c[1])
+            v, c = _update_unit(
+                g[1], w[1], codes, scales[2 + b], inside[1],
+                _numbers(b, 1, base, pitch, seed), scalars, RULE, STOCHASTIC,
             )  # fmt: skip
+            _store_codes(Q.index(i), 1, c[0], c[1])
             u, v = _whole(u, v)
             left.store(u)
             right.store(v)
