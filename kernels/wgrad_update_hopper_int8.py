@@ -226,12 +226,10 @@ def _larger(a, b):
 
 
 @gluon.jit
-def _store_exponents(x, scale_ptrs, inside, margin: gl.constexpr):
-    """The exponent of each row of a state's unit; the scales' inverses."""
+def _exponents(x, margin: gl.constexpr):
+    """The exponent of each row of a state's unit, int32 [64]."""
     largest = gl.reduce(gl.abs(x), 1, _larger)
-    exponent = _exponent(largest.to(gl.int32, bitcast=True), margin)
-    gl.store(scale_ptrs, exponent.to(gl.uint8), mask=inside)
-    return _as(_inverse_scale(exponent), gl.SliceLayout(1, _PAIRS))
+    return _exponent(largest.to(gl.int32, bitcast=True), margin)
 
 
 @gluon.jit
@@ -246,8 +244,10 @@ def _round(w, random):
 
 
 @gluon.jit
-def _encode(m, v, inverse0, inverse1, random, STOCHASTIC: gl.constexpr):
-    """Codes of both states, two a number [64, 64]."""
+def _encode(m, v, e0, e1, random, STOCHASTIC: gl.constexpr):
+    """Codes of both states, two a number [64, 64], with exponents ``e0`` and ``e1`` [64]."""
+    inverse0 = _as(_inverse_scale(e0), gl.SliceLayout(1, _PAIRS))
+    inverse1 = _as(_inverse_scale(e1), gl.SliceLayout(1, _PAIRS))
     m0, m1 = _pairs(m.to(gl.int32, bitcast=True))
     v0, v1 = _pairs(v.to(gl.int32, bitcast=True))
     a, b = gl.inline_asm_elementwise(
@@ -282,13 +282,11 @@ def _store_codes(Q, unit: gl.constexpr, m, v):
 
 @gluon.jit
 def _update_unit(
-    g, w, codes, scales, inside, numbers, scalars,
-    RULE: gl.constexpr, STOCHASTIC: gl.constexpr,
-):  # fmt: skip
-    """w, in bf16, and the codes of a unit after its update; its exponents in place."""
-    p0, p1, e0, e1 = scales
-    m = _decode(codes[0], e0.to(gl.int32), True)
-    v = _decode(codes[1], e1.to(gl.int32), False)
+    g, w, codes, exponents, numbers, scalars, RULE: gl.constexpr, STOCHASTIC: gl.constexpr
+):
+    """w, in bf16, codes and exponents of a unit after its update."""
+    m = _decode(codes[0], exponents[0], True)
+    v = _decode(codes[1], exponents[1], False)
     w, states = RULE(widen(w), g, (m, v), scalars)
     random = numbers
     if STOCHASTIC:
@@ -298,9 +296,9 @@ def _update_unit(
         w = _round(w, random)
     else:
         w = w.to(gl.bfloat16)
-    inverse0 = _store_exponents(states[0], p0, inside, 0x1000FF)
-    inverse1 = _store_exponents(states[1], p1, inside, 0x0FFFFF)
-    return w, _encode(states[0], states[1], inverse0, inverse1, random, STOCHASTIC)
+    e0 = _exponents(states[0], 0x1000FF)
+    e1 = _exponents(states[1], 0x0FFFFF)
+    return w, _encode(states[0], states[1], e0, e1, random, STOCHASTIC), (e0, e1)
 
 
 @gluon.jit
@@ -321,6 +319,24 @@ def _numbers(b: gl.constexpr, unit: gl.constexpr, base, pitch, seed):
 
 
 @gluon.jit
+def _scales(unit: gl.constexpr, row, column, tk, height):
+    """Where the exponents of a unit's rows lie, a number for the two blocks; which rows exist."""
+    rows = _rows(unit, _UNIT) + row
+    return rows * tk + column, rows < height
+
+
+@gluon.jit
+def _of_block(both, b: gl.constexpr):
+    return (both.to(gl.int32) >> 8 * b) & 0xFF
+
+
+@gluon.jit
+def _with_block(both, b: gl.constexpr, exponent):
+    other = both.to(gl.int32) & (0xFF00 >> 8 * b)
+    return (other | exponent << 8 * b).to(gl.uint16)
+
+
+@gluon.jit
 def _math(
     P, Q, full, empty, done, ends, across, salts, heights, scales0, scales1, M,
     scalars_ptr, seed_ptr,
@@ -337,16 +353,13 @@ def _math(
         row = (tile - first) // tk * BN
         column = (tile - first) % tk
         height, p0, p1 = _of_matrix(tile, ends, heights, scales0, scales1)
-        inside = ()
-        scales = ()
-        for unit in gl.static_range(2):
-            rows = _rows(unit, _UNIT) + row
-            inside = inside + (rows < height,)
-            for b in gl.static_range(2):
-                at = rows * (2 * tk) + 2 * column + b  # two blocks a tile
-                e0 = gl.load(p0 + at, mask=inside[unit], other=0)
-                e1 = gl.load(p1 + at, mask=inside[unit], other=0)
-                scales = scales + ((p0 + at, p1 + at, e0, e1),)
+        # The exponents of both blocks are one number. They are here when they are needed.
+        at0, inside0 = _scales(0, row, column, tk, height)
+        at1, inside1 = _scales(1, row, column, tk, height)
+        e00 = gl.load(p0 + at0, mask=inside0, other=0)
+        e10 = gl.load(p1 + at0, mask=inside0, other=0)
+        e01 = gl.load(p0 + at1, mask=inside1, other=0)
+        e11 = gl.load(p1 + at1, mask=inside1, other=0)
         acc, it = multiply(it, M, P, Q, full, empty)
         pitch = tk * BK
         base = row * pitch + column * BK + salt
@@ -363,16 +376,21 @@ def _math(
             w = gl.join(left.load(_CHUNK_LAYOUT), right.load(_CHUNK_LAYOUT))
             w = _units(w.permute((0, 2, 1)).reshape([BN, 128]))
             g = _units(blocks[b])
-            u, c = _update_unit(
-                g[0], w[0], _load_codes(Q.index(i), 0), scales[b], inside[0],
+            u, c, f = _update_unit(
+                g[0], w[0], _load_codes(Q.index(i), 0), (_of_block(e00, b), _of_block(e10, b)),
                 _numbers(b, 0, base, pitch, seed), scalars, RULE, STOCHASTIC,
             )  # fmt: skip
-            codes = _load_codes(Q.index(i), 1)  # before the store: else a barrier is between them
+            # The barrier behind this store also keeps the compiler from mixing both units, for which
+            # the registers do not suffice.
             _store_codes(Q.index(i), 0, c[0], c[1])
-            v, c = _update_unit(
-                g[1], w[1], codes, scales[2 + b], inside[1],
+            e00 = _with_block(e00, b, f[0])
+            e10 = _with_block(e10, b, f[1])
+            v, c, f = _update_unit(
+                g[1], w[1], _load_codes(Q.index(i), 1), (_of_block(e01, b), _of_block(e11, b)),
                 _numbers(b, 1, base, pitch, seed), scalars, RULE, STOCHASTIC,
             )  # fmt: skip
+            e01 = _with_block(e01, b, f[0])
+            e11 = _with_block(e11, b, f[1])
             _store_codes(Q.index(i), 1, c[0], c[1])
             u, v = _whole(u, v)
             left.store(u)
@@ -382,6 +400,10 @@ def _math(
             mbarrier.arrive(done.index((n + 2 * b) % SLOTS), count=1)
             if b == 1:
                 mbarrier.arrive(done.index((n + 1) % SLOTS), count=1)
+        gl.store(p0 + at0, e00, mask=inside0)
+        gl.store(p1 + at0, e10, mask=inside0)
+        gl.store(p0 + at1, e01, mask=inside1)
+        gl.store(p1 + at1, e11, mask=inside1)
         it += CODE_PARTS
         n += CODE_PARTS
 
@@ -415,7 +437,7 @@ def _wgrad_update_hopper_int8_kernel(
     k0, k1, k2, k3,  # tiles across a row of the matrix
     a0, a1, a2, a3,  # salts, multiples of 256
     h0, h1, h2, h3,  # rows of the matrix
-    sm0, sm1, sm2, sm3,  # exponents of both states
+    sm0, sm1, sm2, sm3,  # exponents of both states, two bytes a number
     sv0, sv1, sv2, sv3,
     M, behind, scalars_ptr, seed_ptr,
     SCALARS: gl.constexpr, RULE: gl.constexpr, STOCHASTIC: gl.constexpr,

@@ -186,7 +186,7 @@ def hopper_kernel(rule: Any, stochastic: bool, states: str = "bf16") -> dict[str
         kernel = wgrad_update_hopper._wgrad_update_hopper_kernel
     names = kernel.arg_names
     types = {"scalars_ptr": "*fp32", "seed_ptr": "*i32"} | dict.fromkeys(constants, "constexpr")
-    types |= {f"{prefix}{j}": "*u8" for prefix in ("sm", "sv") for j in range(count)}
+    types |= {f"{prefix}{j}": "*u16" for prefix in ("sm", "sv") for j in range(count)}
     for i, prefix in enumerate(("dy", "x", "w", "m", "v")):
         for j in range(count):
             block, layout = hopper_ring.BLOCKS[i], hopper_ring.LAYOUTS[i]
