@@ -380,9 +380,9 @@ def _math(
                 g[0], w[0], _load_codes(Q.index(i), 0), (_of_block(e00, b), _of_block(e10, b)),
                 _numbers(b, 0, base, pitch, seed), scalars, RULE, STOCHASTIC,
             )  # fmt: skip
-            # The barrier behind this store also keeps the compiler from mixing both units, for which
-            # the registers do not suffice.
             _store_codes(Q.index(i), 0, c[0], c[1])
+            # Else the compiler mixes both units, for which the registers do not suffice.
+            thread_barrier()
             e00 = _with_block(e00, b, f[0])
             e10 = _with_block(e10, b, f[1])
             v, c, f = _update_unit(
