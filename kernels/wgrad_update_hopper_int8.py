@@ -67,6 +67,8 @@ fma.rn.f32 $0, x, $3, $4; fma.rn.f32 $1, y, $3, $4;
 }""")
 _DECODE_CONSTRAINTS = gl.constexpr("=f,=f,r,f,f")
 
+# $0-1 the bits of the fp32 values of two bf16, $2.
+WIDEN = gl.constexpr("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;")
 # $0 32 random bits of the even neighbour, $1 its seeded number.
 HASH = gl.constexpr("""{
 .reg .b64 p;
@@ -76,7 +78,7 @@ mul.wide.u32 p, h, 0x85EBCA77; mov.b64 {a, b}, p; xor.b32 $0, a, b;
 }""")
 # $0 two bf16; $1-2 their fp32 values, $3 the even one's random bits. As in wgrad_update_hopper.py
 # nothing is added to a pair with a NaN, which could carry into the sign.
-ROUND = gl.constexpr("""{
+ROUND_STOCHASTIC = gl.constexpr("""{
 .reg .f32 x, y;
 .reg .b32 n, g, a, b;
 mov.b32 x, $1; mov.b32 y, $2; set.num.u32.f32 n, x, y;
@@ -84,6 +86,11 @@ and.b32 a, $3, n; mul.lo.u32 g, $3, 0x9E3779B1; and.b32 b, g, n;
 shr.u32 a, a, 16; shr.u32 b, b, 16;
 add.u32 a, a, $1; add.u32 b, b, $2;
 prmt.b32 $0, a, b, 0x7632;
+}""")
+ROUND_NEAREST = gl.constexpr("""{
+.reg .f32 x, y;
+mov.b32 x, $1; mov.b32 y, $2;
+cvt.rn.bf16x2.f32 $0, y, x; // $3
 }""")
 # $0-1 two codes of the signed and of the unsigned state; $2-3 and $4-5 the bits of their values,
 # $6-7 the inverse scales, $8 the even one's random bits. All is four bits to the left of
@@ -144,27 +151,31 @@ def _unit_layout(columns, first):
     )
 
 
-_CHUNK_LAYOUT = gl.constexpr(
-    gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, CHUNK.value, 16]
-    )
-)
-# A unit, 64 rows and 128 columns as the accumulators lie; the same with two columns a number.
-_UNIT = gl.constexpr(_unit_layout(128, 2))
-_PAIRS = gl.constexpr(_unit_layout(64, 1))
-# In a slot: the codes of a block, two a number, by state, warp, unit and row.
-_CODES_SHAPE = gl.constexpr([2, 8, 2, 8, 64])
-_CODES_IN_SLOT = gl.constexpr(
-    gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=5)
-)
-_CODES = gl.constexpr(
-    gl.DistributedLinearLayout(
-        reg_bases=[[1, 0, 0, 0, 0], *([0, 0, 0, 0, c] for c in (4, 8, 16, 32))],
+@gluon.constexpr_function
+def _slot_layout(states, columns):
+    """As ``_unit_layout(columns, 1)``, of [states, warps, one unit of two, rows, columns]."""
+    return gl.DistributedLinearLayout(
+        reg_bases=[[1, 0, 0, 0, 0]] * (states == 2)
+        + [[0, 0, 0, 0, c] for c in (4, 8, 16, 32) if c < columns],
         lane_bases=[[0, 0, 0, 0, c] for c in (1, 2)] + [[0, 0, 0, r, 0] for r in (1, 2, 4)],
         warp_bases=[[0, w, 0, 0, 0] for w in (1, 2, 4)],
         block_bases=[],
-        shape=[2, 8, 1, 8, 64],
+        shape=[states, 8, 1, 8, columns],
     )
+
+
+# A unit, 64 rows and 128 columns, as the accumulators lie; the same with two columns a number.
+_UNIT = gl.constexpr(_unit_layout(128, 2))
+_PAIRS = gl.constexpr(_unit_layout(64, 1))
+_HALF = gl.constexpr(_unit_layout(32, 1))
+# In a slot, with two columns a number: 128 codes of both states, or 64 of w.
+_CODES = gl.constexpr(_slot_layout(2, 64))
+_WEIGHTS = gl.constexpr(_slot_layout(1, 32))
+_SMEM_CODES = gl.constexpr(
+    gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=5)
+)
+_SMEM_WEIGHTS = gl.constexpr(
+    gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=5)
 )
 
 
@@ -179,14 +190,6 @@ def _units(x):
     """[128, 128] in two [64, 128]: of 16 rows of a warp the first eight, and the others."""
     a, b = x.reshape([8, 2, 8, 128]).permute((0, 2, 3, 1)).split()
     return _as(a.reshape([64, 128]), _UNIT), _as(b.reshape([64, 128]), _UNIT)
-
-
-@gluon.jit
-def _whole(a, b):
-    """The reverse of ``_units``, as two halves [128, 64]."""
-    x = gl.join(a, b).reshape([8, 8, 128, 2]).permute((0, 3, 1, 2)).reshape([128, 128])
-    left, right = halves(x)
-    return _as(left, _CHUNK_LAYOUT), _as(right, _CHUNK_LAYOUT)
 
 
 @gluon.jit
@@ -233,14 +236,17 @@ def _exponents(x, margin: gl.constexpr):
 
 
 @gluon.jit
-def _round(w, random):
-    """w in bf16."""
+def _round(w, random, STOCHASTIC: gl.constexpr):
+    """A unit of w in bf16, two a number [64, 64]."""
     even, odd = _pairs(w.to(gl.int32, bitcast=True))
-    both = gl.inline_asm_elementwise(
-        ROUND, "=r,r,r,r", [even, odd, random], dtype=gl.int32, is_pure=True, pack=1
+    return gl.inline_asm_elementwise(
+        ROUND_STOCHASTIC if STOCHASTIC else ROUND_NEAREST,
+        "=r,r,r,r",
+        [even, odd, random],
+        dtype=gl.int32,
+        is_pure=True,
+        pack=1,
     )
-    w = _interleave(both.to(gl.int16), (both >> 16).to(gl.int16))
-    return w.to(gl.bfloat16, bitcast=True)
 
 
 @gluon.jit
@@ -262,43 +268,58 @@ def _encode(m, v, e0, e1, random, STOCHASTIC: gl.constexpr):
 
 
 @gluon.jit
-def _codes_of_unit(Q, unit: gl.constexpr):
-    return view(Q, gl.uint16, _CODES_SHAPE, _CODES_IN_SLOT).slice(unit, 1, 2)
+def _codes(Q, unit: gl.constexpr):
+    return view(Q, gl.uint16, [2, 8, 2, 8, 64], _SMEM_CODES).slice(unit, 1, 2)
 
 
 @gluon.jit
-def _load_codes(Q, unit: gl.constexpr):
-    """Codes of both states of a unit, two a number, [64, 64] int32 each."""
-    both = _codes_of_unit(Q, unit).load(_CODES).to(gl.int32)
+def _weights(memory, unit: gl.constexpr):
+    return view(memory, gl.int32, [1, 8, 2, 8, 32], _SMEM_WEIGHTS).slice(unit, 1, 2)
+
+
+@gluon.jit
+def _load_unit(Q, left, right, unit: gl.constexpr):
+    """Codes of both states, and w, of a unit: two a number, [64, 64] int32 each."""
+    both = _codes(Q, unit).load(_CODES).to(gl.int32)
     m, v = both.reshape([2, 64, 64]).permute((1, 2, 0)).split()
-    return _as(m, _PAIRS), _as(v, _PAIRS)
+    a = _weights(left, unit).load(_WEIGHTS).reshape([64, 32])
+    b = _weights(right, unit).load(_WEIGHTS).reshape([64, 32])
+    w = gl.join(a, b).permute((0, 2, 1)).reshape([64, 64])
+    return _as(m, _PAIRS), _as(v, _PAIRS), _as(w, _PAIRS)
 
 
 @gluon.jit
-def _store_codes(Q, unit: gl.constexpr, m, v):
+def _store_unit(Q, left, right, unit: gl.constexpr, m, v, w):
     both = gl.join(m.to(gl.uint16), v.to(gl.uint16)).permute((2, 0, 1))
-    _codes_of_unit(Q, unit).store(_as(both.reshape([2, 8, 1, 8, 64]), _CODES))
+    _codes(Q, unit).store(_as(both.reshape([2, 8, 1, 8, 64]), _CODES))
+    a, b = halves(w)
+    _weights(left, unit).store(_as(a.reshape([1, 8, 1, 8, 32]), _WEIGHTS))
+    _weights(right, unit).store(_as(b.reshape([1, 8, 1, 8, 32]), _WEIGHTS))
 
 
 @gluon.jit
 def _update_unit(
-    g, w, codes, exponents, numbers, scalars, RULE: gl.constexpr, STOCHASTIC: gl.constexpr
-):
-    """w, in bf16, codes and exponents of a unit after its update."""
-    m = _decode(codes[0], exponents[0], True)
-    v = _decode(codes[1], exponents[1], False)
-    w, states = RULE(widen(w), g, (m, v), scalars)
+    g, Q, left, right, unit: gl.constexpr, exponents, numbers, scalars,
+    RULE: gl.constexpr, STOCHASTIC: gl.constexpr,
+):  # fmt: skip
+    """Update a unit in its slots; the new exponents."""
+    m, v, w = _load_unit(Q, left, right, unit)
+    states = (_decode(m, exponents[0], True), _decode(v, exponents[1], False))
+    even, odd = gl.inline_asm_elementwise(
+        WIDEN, "=r,=r,r", [w], dtype=(gl.float32, gl.float32), is_pure=True, pack=1
+    )
+    w, states = RULE(_interleave(even, odd), g, states, scalars)
     random = numbers
     if STOCHASTIC:
         random = gl.inline_asm_elementwise(
             HASH, "=r,r", [numbers], dtype=gl.uint32, is_pure=True, pack=1
         )
-        w = _round(w, random)
-    else:
-        w = w.to(gl.bfloat16)
+    w = _round(w, random, STOCHASTIC)
     e0 = _exponents(states[0], 0x1000FF)
     e1 = _exponents(states[1], 0x0FFFFF)
-    return w, _encode(states[0], states[1], e0, e1, random, STOCHASTIC), (e0, e1)
+    m, v = _encode(states[0], states[1], e0, e1, random, STOCHASTIC)
+    _store_unit(Q, left, right, unit, m, v, w)
+    return e0, e1
 
 
 @gluon.jit
@@ -373,28 +394,21 @@ def _math(
             mbarrier.wait(full.index(i), ((it + 2 * b) // SLOTS) & 1)
             if b == 0:
                 mbarrier.wait(full.index(middle), ((it + 1) // SLOTS) & 1)
-            w = gl.join(left.load(_CHUNK_LAYOUT), right.load(_CHUNK_LAYOUT))
-            w = _units(w.permute((0, 2, 1)).reshape([BN, 128]))
-            g = _units(blocks[b])
-            u, c, f = _update_unit(
-                g[0], w[0], _load_codes(Q.index(i), 0), (_of_block(e00, b), _of_block(e10, b)),
+            g0, g1 = _units(blocks[b])
+            f0, f1 = _update_unit(
+                g0, Q.index(i), left, right, 0, (_of_block(e00, b), _of_block(e10, b)),
                 _numbers(b, 0, base, pitch, seed), scalars, RULE, STOCHASTIC,
             )  # fmt: skip
-            _store_codes(Q.index(i), 0, c[0], c[1])
+            e00 = _with_block(e00, b, f0)
+            e10 = _with_block(e10, b, f1)
             # Else the compiler mixes both units, for which the registers do not suffice.
             thread_barrier()
-            e00 = _with_block(e00, b, f[0])
-            e10 = _with_block(e10, b, f[1])
-            v, c, f = _update_unit(
-                g[1], w[1], _load_codes(Q.index(i), 1), (_of_block(e01, b), _of_block(e11, b)),
+            f0, f1 = _update_unit(
+                g1, Q.index(i), left, right, 1, (_of_block(e01, b), _of_block(e11, b)),
                 _numbers(b, 1, base, pitch, seed), scalars, RULE, STOCHASTIC,
             )  # fmt: skip
-            e01 = _with_block(e01, b, f[0])
-            e11 = _with_block(e11, b, f[1])
-            _store_codes(Q.index(i), 1, c[0], c[1])
-            u, v = _whole(u, v)
-            left.store(u)
-            right.store(v)
+            e01 = _with_block(e01, b, f0)
+            e11 = _with_block(e11, b, f1)
             fence_async_shared()
             thread_barrier()
             mbarrier.arrive(done.index((n + 2 * b) % SLOTS), count=1)
