@@ -332,11 +332,11 @@ def _rows(unit: gl.constexpr, layout: gl.constexpr):
 @gluon.jit
 def _numbers(b: gl.constexpr, unit: gl.constexpr, base, pitch, seed):
     """Seeded numbers of a unit's even elements [64, 64]."""
-    # base is a multiple of 256 and the column is below it: xor is the sum, and the compiler cannot
-    # reassociate it into one address register for every element.
-    rows = _rows(unit, _PAIRS) * pitch + base
-    columns = gl.arange(0, 64, layout=gl.SliceLayout(0, _PAIRS)) * 2 + b * 128
-    return (rows.to(gl.uint32) ^ seed)[:, None] ^ columns.to(gl.uint32)[None, :]
+    # base is a multiple of 256 and the column is below it: xor is the sum. By hand in this order, so
+    # that a thread needs one register a row and an immediate operand a column.
+    rows = (_rows(unit, _PAIRS) * pitch + base).to(gl.uint32) ^ seed
+    columns = gl.arange(0, 64, layout=gl.SliceLayout(0, _PAIRS)).to(gl.uint32) * 2
+    return (rows[:, None] ^ (columns & 7)[None, :]) ^ ((columns & 0x78) + b * 128)[None, :]
 
 
 @gluon.jit
