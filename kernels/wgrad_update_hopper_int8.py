@@ -358,6 +358,29 @@ def _with_block(both, b: gl.constexpr, exponent):
 
 
 @gluon.jit
+def _of_tile(tile, ends, across, salts, heights, scales0, scales1):
+    """Its first row, its column in tiles; of its matrix: tiles across, height, exponents."""
+    first, tk, _ = place(tile, ends, across, salts)
+    height = heights[0]
+    p0 = scales0[0]
+    p1 = scales1[0]
+    for j in gl.static_range(1, GROUPS):
+        beyond = tile >= ends[j - 1]
+        height = gl.where(beyond, heights[j], height)
+        p0 = gl.where(beyond, scales0[j], p0)
+        p1 = gl.where(beyond, scales1[j], p1)
+    return (tile - first) // tk * BN, (tile - first) % tk, tk, height, p0, p1
+
+
+@gluon.jit
+def _again(x):
+    """``x``, of which the compiler does not know that it is."""
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
 def _math(
     P, Q, full, empty, done, ends, across, salts, heights, scales0, scales1, M,
     scalars_ptr, seed_ptr,
@@ -370,10 +393,9 @@ def _math(
     it = 0
     n = 0
     for tile in range(gl.program_id(0), ends[GROUPS - 1], gl.num_programs(0)):
-        first, tk, salt = place(tile, ends, across, salts)
-        row = (tile - first) // tk * BN
-        column = (tile - first) % tk
-        height, p0, p1 = _of_matrix(tile, ends, heights, scales0, scales1)
+        row, column, tk, height, p0, p1 = _of_tile(
+            tile, ends, across, salts, heights, scales0, scales1
+        )
         # The exponents of both blocks are one number. They are here when they are needed.
         at0, inside0 = _scales(0, row, column, tk, height)
         at1, inside1 = _scales(1, row, column, tk, height)
@@ -382,6 +404,7 @@ def _math(
         e01 = gl.load(p0 + at1, mask=inside1, other=0)
         e11 = gl.load(p1 + at1, mask=inside1, other=0)
         acc, it = multiply(it, M, P, Q, full, empty)
+        _, tk, salt = place(_again(tile), ends, across, salts)
         pitch = tk * BK
         base = row * pitch + column * BK + salt
         blocks = halves(acc)
@@ -414,26 +437,18 @@ def _math(
             mbarrier.arrive(done.index((n + 2 * b) % SLOTS), count=1)
             if b == 1:
                 mbarrier.arrive(done.index((n + 1) % SLOTS), count=1)
+        # From the tile's number again: eight addresses are not kept while it is multiplied.
+        row, column, tk, height, p0, p1 = _of_tile(
+            _again(tile), ends, across, salts, heights, scales0, scales1
+        )
+        at0, inside0 = _scales(0, row, column, tk, height)
+        at1, inside1 = _scales(1, row, column, tk, height)
         gl.store(p0 + at0, e00, mask=inside0)
         gl.store(p1 + at0, e10, mask=inside0)
         gl.store(p0 + at1, e01, mask=inside1)
         gl.store(p1 + at1, e11, mask=inside1)
         it += CODE_PARTS
         n += CODE_PARTS
-
-
-@gluon.jit
-def _of_matrix(tile, ends, heights, scales0, scales1):
-    """Height and exponents of the matrix with this tile."""
-    height = heights[0]
-    p0 = scales0[0]
-    p1 = scales1[0]
-    for j in gl.static_range(1, GROUPS):
-        beyond = tile >= ends[j - 1]
-        height = gl.where(beyond, heights[j], height)
-        p0 = gl.where(beyond, scales0[j], p0)
-        p1 = gl.where(beyond, scales1[j], p1)
-    return height, p0, p1
 
 
 _INTEGERS = [f"{name}{j}" for name in "ekah" for j in range(GROUPS.value)] + ["M", "behind"]
