@@ -48,6 +48,7 @@ from forge.kernels.hopper_ring import (
 )
 from forge.kernels.runtime import Dual
 from forge.kernels.target import Target
+from forge.kernels.wgrad_update_hopper_int8 import _wgrad_update_hopper_int8_kernel
 
 # Two neighbours at a time: $0-2 the stored pairs of w and the states, $3-8 their fp32 values, $9-10
 # the element numbers, seeded. As rounding.py: one hash for both, add its upper half, keep the upper
@@ -207,14 +208,12 @@ def wgrad_update_hopper(
 
     ``dys`` [M, N] and ``xs`` [M, K] are bf16, with rows aligned to 16 bytes, and have one M, at
     least 1; N is a multiple of 8, K of 256, and every salt of 256. The states of all targets are
-    bf16, or have codes of the same two types.
+    bf16; or int8 and uint8 codes, with exponents from an even address.
     """
-    from forge.kernels.wgrad_update_hopper_int8 import kernel_of_codes, scale_arguments
-
     device = targets[0].param.device
     sms = torch.cuda.get_device_properties(device).multi_processor_count
     codes = bool(targets[0].scales)
-    kernel = kernel_of_codes(targets[0].states) if codes else _wgrad_update_hopper_kernel
+    kernel = _wgrad_update_hopper_int8_kernel if codes else _wgrad_update_hopper_kernel
     with torch.cuda.device(device):
         for start in range(0, len(targets), GROUPS.value):
             group = slice(start, start + GROUPS.value)
@@ -241,8 +240,8 @@ def _arguments(
     for dy, x, target in zip(dys, xs, targets, strict=True):
         rows, columns = target.param.shape
         tiles += triton.cdiv(rows, BN.value) * (columns // BK.value)
-        # Of codes, the height and the exponents: those of bf16 states have none.
-        extra = (rows, *target.scales) if target.scales else ()
+        # The kernel of codes also takes the height, and the exponents of two blocks as a number.
+        extra = (rows, *(s.view(torch.uint16) for s in target.scales)) if target.scales else ()
         geometry.append((tiles, columns // BK.value, target.salt, *extra))
         # Two codes are copied as one number of 16 bits.
         states = [s.view(torch.bfloat16) for s in target.states]

@@ -4,9 +4,11 @@ States are codes [N, K], int8 or uint8, with exponents [N, K / 128], uint8 (kern
 Both are updated as by kernels/apply_rule.py, with the same random bits.
 
 A row of a tile lies in four lanes of a warp, so the largest value of a block of 128 columns, which
-its exponent depends on, is a reduction within a thread and over four lanes. Its 64 values a thread
-of each state stay in registers until it is known. The exponents, two bytes a row of a tile, are
-read before the tile is multiplied.
+its exponent depends on, is a reduction within a thread and over four lanes. A block's new states
+stay in registers until it is known; therefore a block is updated in two units of 64 rows, the even
+and the odd eights of its rows, 32 elements a thread. Two neighbouring columns are one number from
+the slot to the slot, because that is what a thread owns next to each other. The exponents, two
+bytes a row of a tile and state, are read before the tile is multiplied.
 """
 
 from __future__ import annotations
@@ -17,10 +19,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from forge.kernels import block_code
+from forge.kernels import block_code_ptx as ptx
 from forge.kernels.hopper_ring import (
     BK,
     BN,
-    CHUNK,
     CODE_PARTS,
     GROUPS,
     SLOTS,
@@ -36,99 +38,22 @@ from forge.kernels.hopper_ring import (
     thread_barrier,
     view,
     wait_for_launches_in_front,
-    widen,
 )
 
 _exponent = gluon_function(block_code.block_exponent)
 _inverse_scale = gluon_function(block_code.inverse_scale)
 
-# block_code.py and rounding.py, two neighbours at a time, in the fewest instructions.
-
-# $0-1 the values; $2 two signed codes, $3 the block's scale, $4 -2^-15 of it.
-DECODE_SIGNED = gl.constexpr("""{
-.reg .b32 a, b, s, t;
-.reg .f32 x, y;
-prmt.b32 a, $2, 0, 0x8880; prmt.b32 b, $2, 0, 0x9991; // with their signs
-abs.s32 s, a; abs.s32 t, b;
-mad.lo.u32 s, s, 0x100000, 0x38000000; mad.lo.u32 t, t, 0x100000, 0x38000000;
-mov.b32 x, s; mov.b32 y, t;
-fma.rn.f32 x, x, $3, $4; fma.rn.f32 y, y, $3, $4;
-mov.b32 s, x; mov.b32 t, y;
-lop3.b32 $0, s, a, 0x80000000, 0x78; lop3.b32 $1, t, b, 0x80000000, 0x78; // x ^ (code & sign)
-}""")
-# The same of unsigned codes; $4 is -2^-31 of the scale.
-DECODE_UNSIGNED = gl.constexpr("""{
-.reg .b32 a, b;
-.reg .f32 x, y;
-and.b32 a, $2, 0xff; shr.u32 b, $2, 8;
-mad.lo.u32 a, a, 0x100000, 0x30000000; mad.lo.u32 b, b, 0x100000, 0x30000000;
-mov.b32 x, a; mov.b32 y, b;
-fma.rn.f32 $0, x, $3, $4; fma.rn.f32 $1, y, $3, $4;
-}""")
-_DECODE_CONSTRAINTS = gl.constexpr("=f,=f,r,f,f")
-
-# $0-1 the bits of the fp32 values of two bf16, $2.
-WIDEN = gl.constexpr("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;")
-# $0 32 random bits of the even neighbour, $1 its seeded number.
-HASH = gl.constexpr("""{
-.reg .b64 p;
-.reg .b32 h, a, b;
-mul.wide.u32 p, $1, 0x9E3779B1; mov.b64 {a, b}, p; xor.b32 h, a, b;
-mul.wide.u32 p, h, 0x85EBCA77; mov.b64 {a, b}, p; xor.b32 $0, a, b;
-}""")
-# $0 two bf16; $1-2 their fp32 values, $3 the even one's random bits. As in wgrad_update_hopper.py
-# nothing is added to a pair with a NaN, which could carry into the sign.
-ROUND_STOCHASTIC = gl.constexpr("""{
-.reg .f32 x, y;
-.reg .b32 n, g, a, b;
-mov.b32 x, $1; mov.b32 y, $2; set.num.u32.f32 n, x, y;
-and.b32 a, $3, n; mul.lo.u32 g, $3, 0x9E3779B1; and.b32 b, g, n;
-shr.u32 a, a, 16; shr.u32 b, b, 16;
-add.u32 a, a, $1; add.u32 b, b, $2;
-prmt.b32 $0, a, b, 0x7632;
-}""")
-ROUND_NEAREST = gl.constexpr("""{
-.reg .f32 x, y;
-mov.b32 x, $1; mov.b32 y, $2;
-cvt.rn.bf16x2.f32 $0, y, x; // $3
-}""")
-# $0-1 two codes of the signed and of the unsigned state; $2-3 and $4-5 the bits of their values,
-# $6-7 the inverse scales, $8 the even one's random bits. All is four bits to the left of
-# block_code.py's numbers, so that a code is the upper byte. c and d are the random bits between 8
-# and what block_code.py subtracts.
-_ENCODE = """{
-.reg .b32 g, a, b, c, d, e;
-.reg .f32 x, y;
-.reg .pred s, t;
-BITS
-mov.b32 x, $2; mov.b32 y, $3; abs.f32 x, x; abs.f32 y, y;
-fma.rn.f32 x, x, $6, 0f38000000; fma.rn.f32 y, y, $6, 0f38000000; // + 2^-15
-mov.b32 a, x; mov.b32 b, y;
-SIGNED
-mad.lo.u32 a, a, 16, c; mad.lo.u32 b, b, 16, d;
-setp.lt.s32 s, $2, 0; setp.lt.s32 t, $3, 0;
-@s sub.u32 a, 0x00ffffff, a; @t sub.u32 b, 0x00ffffff, b; // the upper byte negated
-prmt.b32 $0, a, b, 0x0073;
-mov.b32 x, $4; mov.b32 y, $5;
-fma.rn.f32 x, x, $7, 0f30000000; fma.rn.f32 y, y, $7, 0f30000000; // + 2^-31
-mov.b32 a, x; mov.b32 b, y;
-UNSIGNED
-mad.lo.u32 a, a, 16, c; mad.lo.u32 b, b, 16, d;
-add.u32 e, $4, 0x00ffffff; min.u32 e, e, 0x01ffffff; max.u32 a, a, e; // above zero 1 at least
-add.u32 e, $5, 0x00ffffff; min.u32 e, e, 0x01ffffff; max.u32 b, b, e;
-prmt.b32 $1, a, b, 0x0073;
-}"""
-ENCODE_STOCHASTIC = gl.constexpr(
-    _ENCODE.replace("BITS", "mul.lo.u32 g, $8, 0x9E3779B1;")
-    .replace("UNSIGNED", "prmt.b32 c, $8, 0x80, 0x5104; prmt.b32 d, g, 0x80, 0x5104;")
-    .replace("SIGNED", "prmt.b32 c, $8, 0x80, 0x4324; prmt.b32 d, g, 0x80, 0x4324;")
-)
-ENCODE_NEAREST = gl.constexpr(
-    _ENCODE.replace("BITS\n", "")
-    .replace("UNSIGNED", "mov.b32 c, 0x00800080; mov.b32 d, c;")
-    .replace("SIGNED", "mov.b32 c, 0x80800080; mov.b32 d, c;")
-)
-_ENCODE_CONSTRAINTS = gl.constexpr("=r,=r,r,r,r,r,f,f,r")
+# Inline PTX.
+_DECODE_SIGNED = gl.constexpr(ptx.DECODE_SIGNED)
+_DECODE_UNSIGNED = gl.constexpr(ptx.DECODE_UNSIGNED)
+_DECODE_CONSTRAINTS = gl.constexpr(ptx.DECODE_CONSTRAINTS)
+_WIDEN = gl.constexpr(ptx.WIDEN)
+_HASH = gl.constexpr(ptx.HASH)
+_ROUND_STOCHASTIC = gl.constexpr(ptx.ROUND_STOCHASTIC)
+_ROUND_NEAREST = gl.constexpr(ptx.ROUND_NEAREST)
+_ENCODE_STOCHASTIC = gl.constexpr(ptx.ENCODE_STOCHASTIC)
+_ENCODE_NEAREST = gl.constexpr(ptx.ENCODE_NEAREST)
+_ENCODE_CONSTRAINTS = gl.constexpr(ptx.ENCODE_CONSTRAINTS)
 
 # What is compared may be NaN, which is then the largest.
 _ALL = gl.constexpr(tl.PropagateNan.ALL)
@@ -213,7 +138,7 @@ def _decode(codes, exponent, SIGNED: gl.constexpr):
     else:
         offset = scale * -(2.0**-31)
     even, odd = gl.inline_asm_elementwise(
-        DECODE_SIGNED if SIGNED else DECODE_UNSIGNED,
+        _DECODE_SIGNED if SIGNED else _DECODE_UNSIGNED,
         _DECODE_CONSTRAINTS,
         [codes, scale[:, None], offset[:, None]],
         dtype=(gl.float32, gl.float32),
@@ -240,7 +165,7 @@ def _round(w, random, STOCHASTIC: gl.constexpr):
     """A unit of w in bf16, two a number [64, 64]."""
     even, odd = _pairs(w.to(gl.int32, bitcast=True))
     return gl.inline_asm_elementwise(
-        ROUND_STOCHASTIC if STOCHASTIC else ROUND_NEAREST,
+        _ROUND_STOCHASTIC if STOCHASTIC else _ROUND_NEAREST,
         "=r,r,r,r",
         [even, odd, random],
         dtype=gl.int32,
@@ -257,7 +182,7 @@ def _encode(m, v, e0, e1, random, STOCHASTIC: gl.constexpr):
     m0, m1 = _pairs(m.to(gl.int32, bitcast=True))
     v0, v1 = _pairs(v.to(gl.int32, bitcast=True))
     a, b = gl.inline_asm_elementwise(
-        ENCODE_STOCHASTIC if STOCHASTIC else ENCODE_NEAREST,
+        _ENCODE_STOCHASTIC if STOCHASTIC else _ENCODE_NEAREST,
         _ENCODE_CONSTRAINTS,
         [m0, m1, v0, v1, inverse0[:, None], inverse1[:, None], random],
         dtype=(gl.int32, gl.int32),
@@ -306,13 +231,13 @@ def _update_unit(
     m, v, w = _load_unit(Q, left, right, unit)
     states = (_decode(m, exponents[0], True), _decode(v, exponents[1], False))
     even, odd = gl.inline_asm_elementwise(
-        WIDEN, "=r,=r,r", [w], dtype=(gl.float32, gl.float32), is_pure=True, pack=1
+        _WIDEN, "=r,=r,r", [w], dtype=(gl.float32, gl.float32), is_pure=True, pack=1
     )
     w, states = RULE(_interleave(even, odd), g, states, scalars)
     random = numbers
     if STOCHASTIC:
         random = gl.inline_asm_elementwise(
-            HASH, "=r,r", [numbers], dtype=gl.uint32, is_pure=True, pack=1
+            _HASH, "=r,r", [numbers], dtype=gl.uint32, is_pure=True, pack=1
         )
     w = _round(w, random, STOCHASTIC)
     e0 = _exponents(states[0], 0x1000FF)
@@ -332,8 +257,8 @@ def _rows(unit: gl.constexpr, layout: gl.constexpr):
 @gluon.jit
 def _numbers(b: gl.constexpr, unit: gl.constexpr, base, pitch, seed):
     """Seeded numbers of a unit's even elements [64, 64]."""
-    # base is a multiple of 256 and the column is below it: xor is the sum. By hand in this order, so
-    # that a thread needs one register a row and an immediate operand a column.
+    # base is a multiple of 256 and the column is below it: xor is the sum. In this order a thread
+    # needs one register a row and an immediate operand a column.
     rows = (_rows(unit, _PAIRS) * pitch + base).to(gl.uint32) ^ seed
     columns = gl.arange(0, 64, layout=gl.SliceLayout(0, _PAIRS)).to(gl.uint32) * 2
     return (rows[:, None] ^ (columns & 7)[None, :]) ^ ((columns & 0x78) + b * 128)[None, :]
