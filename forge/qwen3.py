@@ -46,7 +46,7 @@ SLICE_BYTES = 512 * 2**20
 
 # `forge.optimize(attention="auto")` takes this package's attention for so many tokens or fewer. 0:
 # for none, until a measurement says up to where it wins.
-SHORT = 0
+SHORT = 1024
 
 
 class ForgeQwen3RMSNorm(Qwen3RMSNorm):

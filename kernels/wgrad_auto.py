@@ -55,7 +55,7 @@ def check_path(path: str, param: Tensor, state_dtype: torch.dtype | None, states
     if path == "hopper" and not _fits_hopper(param, (param.dtype, state_dtype), states):
         raise ValueError(
             "path='hopper' needs a Hopper GPU, bf16 weights [N, K] with K a multiple of 256 and N "
-            "of 8, and two bf16 states; use path='auto'"
+            "of 8, and two states in bf16 or int8; use path='auto'"
         )
 
 

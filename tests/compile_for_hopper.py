@@ -22,6 +22,7 @@ from forge.kernels import (
     apply_rule,
     attention,
     column_sum,
+    hopper_ring,
     linear_cross_entropy,
     qk_norm_rope,
     rms_norm,
@@ -30,6 +31,7 @@ from forge.kernels import (
     target,
     wgrad_update,
     wgrad_update_hopper,
+    wgrad_update_hopper_int8,
 )
 from forge.optim import rules
 
@@ -241,17 +243,23 @@ def attention_kernels() -> dict[str, dict[str, int]]:
     return found
 
 
-def hopper_kernel(rule: Any, stochastic: bool) -> dict[str, int]:
-    module = wgrad_update_hopper
-    kernel = module._wgrad_update_hopper_kernel
-    names = kernel.arg_names
+def hopper_kernel(rule: Any, stochastic: bool, states: str = "bf16") -> dict[str, int]:
+    count = hopper_ring.GROUPS.value
     constants = dict(
-        SCALARS=rule.scalar_count, RULE=module.gluon_rule(rule.update), STOCHASTIC=stochastic
+        SCALARS=rule.scalar_count,
+        RULE=hopper_ring.gluon_function(rule.update),
+        STOCHASTIC=stochastic,
     )
+    if states == "int8":
+        kernel = wgrad_update_hopper_int8._wgrad_update_hopper_int8_kernel
+    else:
+        kernel = wgrad_update_hopper._wgrad_update_hopper_kernel
+    names = kernel.arg_names
     types = {"scalars_ptr": "*fp32", "seed_ptr": "*i32"} | dict.fromkeys(constants, "constexpr")
+    types |= {f"{prefix}{j}": "*u16" for prefix in ("sm", "sv") for j in range(count)}
     for i, prefix in enumerate(("dy", "x", "w", "m", "v")):
-        for j in range(module.GROUPS):
-            block, layout = module._BLOCKS[i], module.LAYOUTS[i]
+        for j in range(count):
+            block, layout = hopper_ring.BLOCKS[i], hopper_ring.LAYOUTS[i]
             types[f"{prefix}{j}"] = f"tensordesc<bf16{block},{layout!r}>"
     source = GluonASTSource(
         fn=kernel,
