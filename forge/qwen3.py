@@ -44,9 +44,9 @@ from forge.swiglu_linear import swiglu_linear
 LOGITS_BYTES = 2 * 2**30
 SLICE_BYTES = 512 * 2**20
 
-# `forge.optimize(attention="auto")` takes this package's attention for so many tokens or fewer. 0:
-# for none, until a measurement says up to where it wins.
-SHORT = 1024
+# `forge.optimize(attention="auto")` takes this package's attention for so many tokens or fewer: on
+# an H200 it wins up to here (results/LOG.md).
+SHORT = 2048
 
 
 class ForgeQwen3RMSNorm(Qwen3RMSNorm):

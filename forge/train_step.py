@@ -26,11 +26,17 @@ _PLAIN = (bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device
 
 @dataclass(frozen=True)
 class _Graph:
-    """A captured step, with the tensors that it reads and writes."""
+    """A captured step, with the tensors that it reads and writes.
 
-    graph: torch.cuda.CUDAGraph
+    Two graphs: a forward pass that changes nothing may start before the host has made sure that the
+    step is still what was captured.
+    """
+
+    forward: torch.cuda.CUDAGraph
+    backward: torch.cuda.CUDAGraph  # and update
     inputs: dict[str, Tensor]
     loss: Tensor
+    pure: bool  # whether the forward pass writes to no buffer of the model
 
 
 class _Layout:
@@ -46,6 +52,8 @@ class _Layout:
         held = (slot.param for slot in self._slots)
         tensors = {id(t): t for t in chain(model.parameters(), model.buffers(), held)}
         self._tensors = list(tensors.values())
+        # A forward pass that was launched too early must not read memory of somebody else.
+        self._memory = [tensor.untyped_storage() for tensor in self._tensors]
         self._objects, self._values = self._read()
 
     def _read(self) -> tuple[list[Any], list[Any]]:
@@ -167,6 +175,9 @@ class TrainStep:
                 self._checked = True
             return loss
         key = self._key(inputs)
+        started = self._graphs.get(key)
+        if started is not None and started.pure:
+            self._start(started, inputs)
         self._prepare()
         if key not in self._graphs:
             if len(self._graphs) >= self.max_graphs:
@@ -186,14 +197,21 @@ class TrainStep:
             return loss
         self._refuse_hooks()
         captured = self._graphs[key] = self._graphs[key] or self._capture(inputs)
-        for name, buffer in captured.inputs.items():
-            buffer.copy_(inputs[name], non_blocking=True)
+        if captured is not started or not captured.pure:
+            self._start(captured, inputs)
         for clock in self.optimizer._clocks:
             clock.refresh()
-        captured.graph.replay()
+        captured.backward.replay()
         # Graphs that still hold the old weights must not be differentiated.
         increment_version([slot.param for slot in self.optimizer._slots])
         return captured.loss.clone()
+
+    @staticmethod
+    def _start(captured: _Graph, inputs: Mapping[str, Any]) -> None:
+        """Launch the forward pass, of a capture that the model may have left behind."""
+        for name, buffer in captured.inputs.items():
+            buffer.copy_(inputs[name], non_blocking=True)
+        captured.forward.replay()
 
     def capture(self, **inputs: Any) -> None:
         """Capture the step for inputs like these now, without training, not at the next call.
@@ -238,11 +256,14 @@ class TrainStep:
         # moved since may serve again, nor copies that lie in a graph's memory.
         torch.clear_autocast_cache()
         loss = self._loss(self.model(**inputs))
+        self._finish(loss)
+        return loss.detach()
+
+    def _finish(self, loss: Tensor) -> None:
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
         torch.clear_autocast_cache()
-        return loss.detach()
 
     @staticmethod
     def _loss(output: Any) -> Tensor:
@@ -314,7 +335,7 @@ class TrainStep:
             for name, value in inputs.items()
             if isinstance(value, Tensor)
         }
-        graph = torch.cuda.CUDAGraph()
+        forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         if self._tables is None:
             self._tables = CapturedTables(self._device)
         for clock in self.optimizer._clocks:
@@ -327,8 +348,13 @@ class TrainStep:
             with self._on_side_stream(), self._tables.collecting():
                 for slot in tied:
                     slot.split = SplitUpdate(slot.name, partial(queue.start_split, slot))
-                with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
-                    loss = self._step({**inputs, **buffers})
+                torch.clear_autocast_cache()
+                versions = self._versions()
+                with torch.cuda.graph(forward, pool=self._pool, stream=self._stream):
+                    loss = self._loss(self.model(**{**inputs, **buffers}))
+                pure = versions == self._versions()
+                with torch.cuda.graph(backward, pool=forward.pool(), stream=self._stream):
+                    self._finish(loss)
         except Exception as error:
             self._abandon()
             # Ending a broken capture raises too; what broke it is that error's context.
@@ -340,9 +366,12 @@ class TrainStep:
         finally:
             for slot in tied:
                 slot.split = None
-        self._pool = graph.pool()
+        self._pool = forward.pool()
         self._tables.fill()
-        return _Graph(graph, buffers, loss)
+        return _Graph(forward, backward, buffers, loss.detach(), pure)
+
+    def _versions(self) -> list[int]:
+        return [tensor._version for tensor in self.model.buffers()]
 
     def _abandon(self) -> None:
         """Undo what a broken capture has left in Python; nothing of it ran on the device."""
