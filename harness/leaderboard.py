@@ -18,8 +18,8 @@ from forge.harness.records import Record
 COLUMNS = (
     "method, source, status, hardware, gpu_count, model, batch, seq, precision, states, attention, "
     "kernels, execution, latency_ms, latency_p20_ms, latency_p80_ms, peak_memory_gib, "
-    "state_bytes_per_param, tokens_per_s, mfu_pct, ofu_pct, dram_active_pct, energy_j, loss, gate, "
-    "steps, torch, triton, date, commit, run_id, source_ref, notes"
+    "state_bytes_per_param, tokens_per_s, mfu_pct, ofu_pct, loss, gate, steps, torch, triton, "
+    "date, commit, run_id, source_ref, notes"
 ).split(", ")
 # The note of a row of one pass in a run with rows of several.
 ONE_PASS = "1 pass"
@@ -34,8 +34,6 @@ DIGITS = {
     "tokens_per_s": 5,
     "mfu_pct": 4,
     "ofu_pct": 4,
-    "dram_active_pct": 4,
-    "energy_j": 4,
     "loss": 5,
 }
 

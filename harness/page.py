@@ -122,6 +122,7 @@ def _groups(board: Board) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         for rank, record in enumerate(run, start=1):
             cells = leaderboard.measured_row(record)
             cells["rank"] = rank if record.latency_ms is not None else None
+            cells |= {name: getattr(record, name) for name in EFFICIENCY}
             rows.append(_row(cells, len(data)))
             data.append(_record(record, by_row[record.row], board.logs))
         commit = cells["commit"]
@@ -176,7 +177,7 @@ def _published(
 def _row(cells: dict[str, Any], index: int) -> dict[str, Any]:
     shown = {}
     for column in COLUMNS:
-        value = cells[column.field]
+        value = cells.get(column.field)  # a published row has fewer
         number = column.places is not None and value is not None
         text = f"{value:,.{column.places}f}" if number else str(value or "")
         if number and column.field == "latency_p80_ms":
