@@ -184,7 +184,8 @@ class Recorded(TrainStep):
     """
 
     graph = True
-    captures = 0
+    captures = started = 0
+    pure = True
 
     def _on_side_stream(self):
         return nullcontext()
@@ -193,14 +194,40 @@ class Recorded(TrainStep):
         self.captures += 1
         buffers = {k: v.clone() for k, v in inputs.items() if isinstance(v, torch.Tensor)}
         loss = torch.zeros(())
+        forward = SimpleNamespace(replay=self.start)
         replay = lambda: loss.copy_(self._step({**inputs, **buffers}))  # noqa: E731
-        return _Graph(SimpleNamespace(replay=replay), buffers, loss)
+        return _Graph(forward, SimpleNamespace(replay=replay), buffers, loss, self.pure)
+
+    def start(self):
+        self.started += 1
 
 
 def recorded(**kwargs):
     net, plain = pair("cpu")
     ours, theirs = optimizers(net, plain)
     return Recorded(net, ours, **kwargs), net, ours, plain, theirs
+
+
+@pytest.mark.parametrize("pure", [True, False])
+def test_the_forward_pass_starts_early_only_if_it_changes_nothing(pure):
+    """One that the checks then refuse was for nothing; each of the others belongs to a step."""
+    step, net, ours, plain, theirs = recorded()
+    step.pure = pure
+    ids = batches(6, "cpu")
+    for x in ids[:3]:
+        step(ids=x)
+    assert step.started == 2  # the first call is eager
+    weights = [p.clone() for p in net.parameters()]
+    net.norm.bias.grad = torch.ones_like(net.norm.bias)
+    with pytest.raises(RuntimeError, match="has a gradient from outside the step"):
+        step(ids=ids[3])
+    assert step.started == 2 + pure
+    assert all(map(torch.equal, weights, net.parameters()))
+    net.norm.bias.grad = None
+    net.norm.eval()  # captured anew after an eager call
+    for x in ids[3:]:
+        step(ids=x)
+    assert step.captures == 2 and step.started == 4 + 2 * pure
 
 
 @pytest.mark.parametrize(
