@@ -103,5 +103,5 @@ def test_hopper_is_refused_where_it_cannot_run():
     net = nn.Linear(200, 64, device="cuda", dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="K a multiple of 256"):
         ForgeAdamW(net, path="hopper")
-    with pytest.raises(ValueError, match="two bf16 states"):
+    with pytest.raises(ValueError, match="two states in bf16 or int8"):
         ForgeLion(nn.Linear(256, 64, device="cuda", dtype=torch.bfloat16), path="hopper")
