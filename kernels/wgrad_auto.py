@@ -7,7 +7,7 @@ Three paths, one result up to the order of sums and the rounding of dW:
 - ``tiles``: one Triton kernel for many weights (kernels/wgrad_update.py). Any GPU, dtype and shape;
   takes the host least.
 - ``hopper``: everything overlaps in one Gluon kernel (kernels/wgrad_update_hopper.py). Fastest on
-  the GPU for what it supports; takes the host most.
+  the GPU for what it supports, bf16 weights with two states in bf16 or int8; takes the host most.
 - ``scratch``: cuBLAS forms the gradients of a few weights in a scratch buffer of at most
   ``SCRATCH_ELEMENTS``, an element-wise kernel applies them while they are in L2. The gradient is
   rounded to the dtype of dY, as in plain torch.
