@@ -61,7 +61,7 @@ def check_path(path: str, param: Tensor, state_dtype: torch.dtype | None, states
 
 def _fits_hopper(param: Tensor, dtypes: tuple[torch.dtype | None, ...], states: int) -> bool:
     return (
-        dtypes == (torch.bfloat16, torch.bfloat16)
+        dtypes in ((torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.int8))
         and states == 2
         and param.shape[1] % 256 == 0
         and param.shape[0] % 8 == 0
@@ -114,6 +114,14 @@ def _hopper(dy: Tensor, x: Tensor, target: Target) -> bool:
         and x.numel() > 0
         and target.salt % 256 == 0
         and _fits_hopper(target.param, target.dtypes, len(target.states))
+        and (not target.scales or _fits_codes(target))
+    )
+
+
+def _fits_codes(target: Target) -> bool:
+    """Whether codes are as the Hopper kernel reads them: signed and unsigned, exponents in twos."""
+    return target.states[1].dtype == torch.uint8 and not any(
+        s.data_ptr() % 2 for s in target.scales
     )
 
 
