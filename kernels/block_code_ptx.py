@@ -1,8 +1,9 @@
 """The arithmetic of kernels/block_code.py and rounding.py as PTX, two neighbours at a time.
 
-For kernels/wgrad_update_hopper_int8.py, whose time the update of a tile adds to: what block_code.py
-says, compiled, takes a fifth more. The results are the same bits; tests/test_block_code_ptx.py runs
-these texts. $0 and so on are operands, 32 bits each, outputs first.
+For kernels/wgrad_update_hopper_int8.py, which multiplies nothing while it updates a tile:
+block_code.py compiled by Triton takes a fifth more instructions. The results are the same bits;
+tests/test_block_code_ptx.py runs these texts. $0 and so on are operands, 32 bits each, outputs
+first.
 """
 
 # $0-1 the values; $2 two signed codes, $3 the block's scale, $4 -2^-15 of it.

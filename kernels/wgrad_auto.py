@@ -7,7 +7,7 @@ Three paths, one result up to the order of sums and the rounding of dW:
 - ``tiles``: one Triton kernel for many weights (kernels/wgrad_update.py). Any GPU, dtype and shape;
   takes the host least.
 - ``hopper``: everything overlaps in one Gluon kernel (kernels/wgrad_update_hopper.py). Fastest on
-  the GPU for what it supports; takes the host most.
+  the GPU for what it supports, bf16 weights with two states in bf16 or int8; takes the host most.
 - ``scratch``: cuBLAS forms the gradients of a few weights in a scratch buffer of at most
   ``SCRATCH_ELEMENTS``, an element-wise kernel applies them while they are in L2. The gradient is
   rounded to the dtype of dY, as in plain torch.
@@ -61,7 +61,7 @@ def check_path(path: str, param: Tensor, state_dtype: torch.dtype | None, states
 
 def _fits_hopper(param: Tensor, dtypes: tuple[torch.dtype | None, ...], states: int) -> bool:
     return (
-        dtypes == (torch.bfloat16, torch.bfloat16)
+        dtypes in ((torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.int8))
         and states == 2
         and param.shape[1] % 256 == 0
         and param.shape[0] % 8 == 0
@@ -114,6 +114,14 @@ def _hopper(dy: Tensor, x: Tensor, target: Target) -> bool:
         and x.numel() > 0
         and target.salt % 256 == 0
         and _fits_hopper(target.param, target.dtypes, len(target.states))
+        and (not target.scales or _fits_codes(target))
+    )
+
+
+def _fits_codes(target: Target) -> bool:
+    """Whether codes are as the Hopper kernel reads them: signed and unsigned, exponents in twos."""
+    return target.states[1].dtype == torch.uint8 and not any(
+        s.data_ptr() % 2 for s in target.scales
     )
 
 

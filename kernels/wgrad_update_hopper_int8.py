@@ -92,7 +92,6 @@ def _slot_layout(states, columns):
 # A unit, 64 rows and 128 columns, as the accumulators lie; the same with two columns a number.
 _UNIT = gl.constexpr(_unit_layout(128, 2))
 _PAIRS = gl.constexpr(_unit_layout(64, 1))
-_HALF = gl.constexpr(_unit_layout(32, 1))
 # In a slot, with two columns a number: 128 codes of both states, or 64 of w.
 _CODES = gl.constexpr(_slot_layout(2, 64))
 _WEIGHTS = gl.constexpr(_slot_layout(1, 32))

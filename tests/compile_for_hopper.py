@@ -289,6 +289,7 @@ def main() -> None:
             for stochastic in (True, False):
                 name = f"wgrad_update_hopper {rule.name} {'stochastic' * stochastic}".strip()
                 found[name] = hopper_kernel(rule, stochastic)
+            found[f"wgrad_update_hopper {rule.name} int8"] = hopper_kernel(rule, True, "int8")
     print(json.dumps(found))
 
 

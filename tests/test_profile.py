@@ -41,6 +41,7 @@ KERNELS = {
     "void kOptimizerStatic8bit2StateBlockwise<__nv_bfloat16, 0, 256, 1>": "update",
     "_wgrad_update_kernel": "update",
     "_wgrad_update_hopper_kernel": "update",
+    "_wgrad_update_hopper_int8_kernel": "update",
     "_apply_rule_kernel": "update",
     "_triton_adam_kernel": "update",
     "Memcpy DtoD (Device -> Device)": "other",

@@ -103,5 +103,24 @@ def test_hopper_is_refused_where_it_cannot_run():
     net = nn.Linear(200, 64, device="cuda", dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="K a multiple of 256"):
         ForgeAdamW(net, path="hopper")
-    with pytest.raises(ValueError, match="two bf16 states"):
+    with pytest.raises(ValueError, match="two states in bf16 or int8"):
         ForgeLion(nn.Linear(256, 64, device="cuda", dtype=torch.bfloat16), path="hopper")
+
+
+def test_which_dtypes_and_codes_the_hopper_kernel_takes(monkeypatch):
+    """Without a GPU: as if there were one."""
+    monkeypatch.setattr(wgrad_auto, "_capability", lambda device: (9, 0))
+    x, dy = torch.ones(4, 512).bfloat16(), torch.ones(4, 64).bfloat16()
+    w = torch.zeros(64, 512, dtype=torch.bfloat16)
+    codes = [torch.zeros(64, 512, dtype=t) for t in (torch.int8, torch.uint8)]
+    scales = [torch.zeros(64, 4, dtype=torch.uint8) for _ in codes]
+    odd = torch.zeros(257, dtype=torch.uint8)[1:].view(64, 4)
+    fits = wgrad_auto._hopper
+    assert fits(dy, x, target(64, 512, "cpu"))
+    assert fits(dy, x, Target(w, codes, 256, scales))
+    assert not fits(dy, x, Target(w, codes[::-1], 256, scales))  # the signed state comes first
+    assert not fits(dy, x, Target(w, [codes[0]] * 2, 256, scales))
+    assert not fits(dy, x, Target(w, codes, 256, [scales[0], odd]))
+    assert not fits(dy, x, Target(w, codes[:1], 256, scales[:1]))
+    assert not fits(dy, x, Target(w.float(), codes, 256, scales))
+    assert not fits(dy, x, Target(w, codes, 128, scales))
