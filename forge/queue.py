@@ -26,6 +26,8 @@ from forge.optim.states import convert_states, new_states, stored_names
 # A launch for every small layer costs more host time than the layer's update takes on the GPU. This
 # much of gradients, and as much of the factors of fused ones, may wait for the next launch.
 QUEUE_BYTES = 128 * 2**20
+# In a captured step the host does not count, and long chains of launches take the GPU least.
+CAPTURED_BYTES = 640 * 2**20
 
 
 @dataclass
@@ -147,7 +149,11 @@ class UpdateQueue:
             slot.mark_applied()
         slot.updated = True
         waiting.entries.append((slot, factors, grad))
-        if waiting.bytes > QUEUE_BYTES:
+        if waiting.bytes > QUEUE_BYTES and not (
+            self.captured
+            and waiting.bytes <= CAPTURED_BYTES
+            and torch.cuda.is_current_stream_capturing()
+        ):
             self._launch(waiting)
 
     def discard(self) -> None:

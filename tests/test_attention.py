@@ -31,9 +31,9 @@ SHAPES += [(1, 4, 1, 66, 128)]
 
 
 def error(found, truth):
-    """Relative; of one token alone, whose queries and keys have no gradient, to about one."""
+    """Relative; of one token alone, whose queries and keys have no gradient, absolute."""
     assert found.shape == truth.shape
-    return ((found.cpu().double() - truth).norm() / truth.norm().clamp(min=1e-3)).item()
+    return ((found.cpu().double() - truth).norm() / truth.norm().clamp(min=1)).item()
 
 
 def packed(batch, heads, kv, tokens, size, dtype):
