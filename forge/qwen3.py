@@ -46,7 +46,7 @@ SLICE_BYTES = 512 * 2**20
 
 # `forge.optimize(attention="auto")` takes this package's attention for so many tokens or fewer: on
 # an H200 it wins up to here (results/LOG.md).
-SHORT = 2048
+SHORT = 4096
 
 
 class ForgeQwen3RMSNorm(Qwen3RMSNorm):

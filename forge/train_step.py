@@ -356,6 +356,9 @@ class TrainStep:
                 with torch.cuda.graph(backward, pool=forward.pool(), stream=self._stream):
                     self._finish(loss)
         except Exception as error:
+            # The error holds this frame: destroyed any later, a graph would break the next capture.
+            forward.reset()
+            backward.reset()
             self._abandon()
             # Ending a broken capture raises too; what broke it is that error's context.
             cause = error.__context__ or error

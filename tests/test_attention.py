@@ -1,7 +1,8 @@
 """Causal attention against fp64 truth, in the reference, Triton's interpreter and on a GPU.
 
 Criterion, as in test_model_kernels.py: no larger an error than torch's own SDPA in the same dtype,
-plus a tolerance for sums in another order.
+plus a tolerance for sums in another order and, since SDPA on a CPU keeps p and ds in fp32, for
+their rounding.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from forge.kernels import attention as module
 from forge.kernels import runtime
 from forge.kernels.attention import attention, attention_reference
 
-TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 1e-3, torch.float16: 2e-4}
+TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 1.5e-3, torch.float16: 2e-4}
 DTYPES = pytest.mark.parametrize("dtype", TOLERANCE, ids=["fp32", "bf16", "fp16"])
 # Batch, heads of queries, of keys, tokens, head size: groups of 1, 2, 4 and 8.
 SHAPES = [(1, 2, 1, 1, 16), (2, 4, 2, 33, 32), (1, 8, 1, 65, 16), (1, 2, 2, 130, 64)]
