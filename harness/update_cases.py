@@ -21,12 +21,13 @@ from forge.harness import roofline
 from forge.harness.hardware import HARDWARE
 from forge.harness.kernel_cases import Case, Run, Work, relative_error
 from forge.harness.shapes import Gemm, Shape
+from forge.kernels.apply_rule import apply_rule_reference
 from forge.kernels.target import CapturedTables, Target
 from forge.kernels.wgrad_auto import PATHS
-from forge.kernels.wgrad_update import wgrad_update_reference
 from forge.optim.clock import hyper_value
 from forge.optim.rules import ADAMW
 from forge.optim.states import convert_states, stored_names
+from forge.tied import SplitUpdate
 
 OP = "wgrad_update"
 # Every part of a step must change more than rounding does, or the gate would pass without it. Here
@@ -43,12 +44,15 @@ class Matrix:
     Attributes:
         dy: [T, N], and ``x`` [T, K], which q, k and v share, as gate and up do.
         start: initial weight and stored states by name; only of those that the gate looks at.
+        lookup: of a head that is tied to the embedding, ids [T] and the gradient [T, K] of the rows
+            that they looked up.
     """
 
     rows: int
     dy: Tensor
     x: Tensor
     start: dict[str, Tensor] | None
+    lookup: tuple[Tensor, Tensor] | None = None
 
     @property
     def columns(self) -> int:
@@ -70,6 +74,11 @@ class _Update:
             for m in matrices
         )
         self.weights = list(self.model.parameters())
+        for matrix, weight in zip(matrices, self.weights, strict=True):
+            if matrix.lookup is not None:
+                embedding = nn.Embedding(matrix.rows, matrix.columns, device="meta")
+                embedding.weight = weight
+                self.model.append(embedding)
         self.optimizer: Any = None
 
     def _sampled(self) -> Iterator[tuple[Tensor, dict[str, Any], dict[str, Tensor]]]:
@@ -103,6 +112,9 @@ class ForgeUpdate(_Update):
 
     def __init__(self, matrices: Sequence[Matrix], states: str, path: str) -> None:
         super().__init__(matrices, states)
+        # The weight of an embedding has no paths; "scratch" stands for slices of its gradient.
+        self.sliced = path == "scratch" and matrices[0].lookup is not None
+        path = "auto" if self.sliced else path
         self.optimizer = ForgeAdamW(self.model, **HYPER, states=states, path=path)
         self._tables: list[CapturedTables] = []
 
@@ -115,9 +127,21 @@ class ForgeUpdate(_Update):
         ):
             dy, x = matrix.dy, matrix.x
             slot.factors = [(x, dy, x._version + dy._version)]
+            if matrix.lookup is not None:
+                ids, rows = matrix.lookup
+                looked_up = (rows, ids, rows._version + ids._version)
+                if queue.captured and not self.sliced:
+                    # As forge.TrainStep does: the head's product first, at the start of backward.
+                    slot.split = SplitUpdate(slot.name, partial(queue.start_split, slot))
+                    slot.split.look_up(ids)
+                    slot.split.take(x, dy)
+                    slot.factors = []
+                slot.factors.append(looked_up)
             queue.complete(slot)
         queue.flush()
         self.optimizer.step()
+        for slot in self.optimizer._slots:
+            slot.split = None
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
@@ -145,6 +169,11 @@ class TorchUpdate(_Update):
     def __call__(self) -> None:
         for weight, matrix in zip(reversed(self.weights), reversed(self.matrices), strict=True):
             weight.grad = torch.mm(matrix.dy.t(), matrix.x)
+            if matrix.lookup is not None:
+                ids, rows = matrix.lookup
+                weight.grad += torch.ops.aten.embedding_dense_backward(
+                    rows, ids, matrix.rows, -1, False
+                )
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -166,6 +195,7 @@ def _matrices(
     layers: int,
     tokens: int,
     states: str,
+    tied: bool,
 ) -> list[Matrix]:
     """The matrices of all layers in the order of the forward pass; gradients ~ N(0, 1)."""
     found = []
@@ -176,7 +206,10 @@ def _matrices(
             for rows in parts.get(gemm.name, (gemm.outputs,)):
                 dy = (torch.randn(tokens, rows) * tokens**-0.5).bfloat16()
                 start = _start(rows, gemm.inputs, states) if layer in sample else None
-                found.append(Matrix(rows, dy, x, start))
+                lookup = None
+                if tied:
+                    lookup = (torch.randint(rows, (tokens,)), torch.randn_like(x))
+                found.append(Matrix(rows, dy, x, start, lookup))
     return found
 
 
@@ -189,14 +222,17 @@ def _truth(matrix: Matrix, states: str) -> tuple[list[Tensor], list[float]]:
     scalars = ADAMW.scalars.torch(torch.tensor(float(STEP), dtype=torch.float64), tuple(hyper))
     old = convert_states(ADAMW, "fp32", weight, start)
     grad = matrix.dy.double().t() @ matrix.x.double()
+    if matrix.lookup is not None:
+        ids, rows = matrix.lookup
+        grad.index_add_(0, ids, rows.double())
     new, moments = ADAMW.update.torch(
         weight.double(), grad, tuple(old[name].double() for name in ADAMW.states), scalars
     )
     exact = [new, *moments]
     stored = [start[name] for name in names]
     count = len(ADAMW.states)
-    wgrad_update_reference(
-        matrix.dy, matrix.x, Target(weight, stored[:count], 0, stored[count:]),
+    apply_rule_reference(
+        grad.float(), Target(weight, stored[:count], 0, stored[count:]),
         torch.stack(scalars).float().to(weight.device),
         torch.zeros((), dtype=torch.int32, device=weight.device), ADAMW.update,
     )  # fmt: skip
@@ -212,7 +248,7 @@ def _prepare(shape: Shape, head: bool, states: str, tokens: int, device: torch.d
     }
     products, layers = ((shape.head,), 1) if head else (shape.gemms, shape.layers)
     with device:
-        matrices = _matrices(products, parts, layers, tokens, states)
+        matrices = _matrices(products, parts, layers, tokens, states, tied=head)
     exact, errors = [], []
     for matrix in matrices:
         if matrix.start is not None:
@@ -236,7 +272,7 @@ def _prepare(shape: Shape, head: bool, states: str, tokens: int, device: torch.d
 
 
 def update_cases(model: str, shape: Shape, on_gpu: bool) -> Iterator[Case]:
-    """The linears of all layers, with bf16 and 8-bit states, and the head.
+    """The linears of all layers, with bf16 and 8-bit states, and the head with its embedding.
 
     Args:
         model: its name in the names of the cases.
@@ -244,7 +280,9 @@ def update_cases(model: str, shape: Shape, on_gpu: bool) -> Iterator[Case]:
     """
     paths = [f"forge:{path}" for path in PATHS] if on_gpu else []
     for what, states in (("blocks", "bf16"), ("blocks", "int8"), ("head", "bf16")):
-        providers = ["forge", *paths, *(["scratch"] if on_gpu else [])]
+        providers = ["forge", *(paths if what == "blocks" else [])]
+        if on_gpu:
+            providers.append("scratch")
         if states == "bf16":
             providers.append("torch")
         prepare = partial(_prepare, shape, what == "head", states)

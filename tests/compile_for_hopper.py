@@ -61,6 +61,43 @@ def usage(source: Any, options: dict[str, Any]) -> dict[str, int]:
     }
 
 
+def rows_kernel(rule: Any, states: str) -> dict[str, int]:
+    """The second update of a tied weight's looked-up rows."""
+    kernel = row_update._update_rows_kernel
+    names, count = kernel.arg_names, len(rule.states)
+    signs = {name: "*u8" if name in rule.nonnegative else "*i8" for name in rule.states}
+    stored = tuple(signs.values()) if states == "int8" else ("*bf16",) * count
+    scales = ("*u8",) * count if states == "int8" else ()
+    types = {
+        **dict.fromkeys(("state_ptrs", "old_state_ptrs"), stored),
+        **dict.fromkeys(("scale_ptrs", "old_scale_ptrs"), scales),
+        **{"product_ptr": "*fp32", "ids_ptr": "*i64", "order_ptr": "*i64"},
+        **{"scalars_ptr": "*fp32", "seed_ptr": "*i32"},
+    }
+    constants = dict(
+        RULE=rule.update.triton,
+        SCALARS=rule.scalar_count,
+        STOCHASTIC=True,
+        BLOCK_T=row_update._TOKENS,
+        BLOCK_C=target.BLOCK if states == "int8" else 256,
+    )
+    types |= dict.fromkeys(constants, "constexpr")
+    signature = {n: types.get(n, "*bf16" if n.endswith("_ptr") else "i32") for n in names}
+    aligned: list[tuple[int, ...]] = []
+    for i, (n, kind) in enumerate(signature.items()):
+        if isinstance(kind, tuple):
+            aligned += [(i, j) for j in range(len(kind))]
+        elif n not in ("tokens", "salt", *constants):
+            aligned.append((i,))
+    source = ASTSource(
+        kernel,
+        signature,
+        {(names.index(n),): value for n, value in constants.items()},
+        {position: [["tt.divisibility", 16]] for position in aligned},
+    )
+    return usage(source, {"num_warps": 1})
+
+
 def table_kernel(
     kernel: Any,
     rule: Any,
@@ -279,6 +316,8 @@ def main() -> None:
             found[f"apply_rule {name}"] = table_kernel(
                 apply_rule._apply_rule_kernel, rule, constants, {"num_warps": 4}, states
             )
+            if rule.states:
+                found[f"update_rows {name}"] = rows_kernel(rule, states)
             tile = wgrad_update._tile(operand_bytes=2)
             options = {name: tile.pop(name) for name in ("num_warps", "num_stages")}
             constants = dict(PRECISION="ieee", UPCAST=False, **tile)

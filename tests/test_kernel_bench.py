@@ -239,7 +239,7 @@ def test_who_raises_fails_and_who_cannot_is_skipped(monkeypatch):
     rows = rows_of(case_of("rms_norm", "forward"), "forge", "torch")
     assert_failed(rows["forge"])
     assert rows["forge"].notes == "RuntimeError: no such kernel" and rows["torch"].gate == "pass"
-    row = rows_of(case_of("wgrad_update", "head-bf16"), "forge:hopper")["forge:hopper"]
+    row = rows_of(case_of("wgrad_update", "blocks-bf16"), "forge:hopper")["forge:hopper"]
     assert row.gate == "skipped" and "needs a CUDA device" in row.notes and row.ms is None
 
 
