@@ -25,6 +25,7 @@ from forge.harness import (
     ofu_sweep,
     options,
     profile,
+    profiles,
     publish,
     records,
     roofline,
@@ -343,7 +344,7 @@ def regenerate(
     / "published.csv",
     include_cpu: Annotated[bool, typer.Option(help="keep rows measured on a CPU")] = False,
     readme: Annotated[
-        Path | None, typer.Option(help="also rewrite the table between this file's markers")
+        Path | None, typer.Option(help="also rewrite the tables between this file's markers")
     ] = None,
     run_id: Annotated[str | None, typer.Option("--run", help="the run the README shows")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="the rows as JSON on stdout")] = False,
@@ -366,6 +367,9 @@ def regenerate(
             options.refuse("--readme: the leaderboard has no measured run")
         text = options.checked(tables.markdown, board.frame, run_id)
         text = options.checked(tables.with_table, readme, text)
+        found, damaged = profiles.load_all(runs)
+        options.warn(damaged)
+        text = tables.with_budget(text, found)
     try:
         leaderboard.write(board, target)
     except OSError as error:

@@ -13,11 +13,14 @@ from rich.markup import escape
 from rich.table import Table
 
 from forge.harness.leaderboard import ONE_PASS
+from forge.harness.profiles import Profile
+from forge.harness.trace import PARTS
 from forge.optim.spec import OptimizerSpec
 
 # What a measured row must share with a published one to stand beside it.
 PUBLISHED_KEY = ["method", "states", "kernels", "execution"]
 BEGIN, END = "<!-- leaderboard:begin -->", "<!-- leaderboard:end -->"
+BUDGET_BEGIN, BUDGET_END = "<!-- time-budget:begin -->", "<!-- time-budget:end -->"
 
 
 # What a result's table does without on a narrow terminal, the least important first.
@@ -231,11 +234,48 @@ def with_table(readme: Path, table: str) -> str:
         ValueError: the file or its markers are missing.
     """
     content = readme.read_text(encoding="utf-8") if readme.exists() else ""
-    before, begin, rest = content.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
+    text = _between(content, BEGIN, END, table)
+    if text is None:
         raise ValueError(f"--readme {readme}: needs the lines {BEGIN} and {END}")
-    return f"{before}{BEGIN}\n{table}\n{END}{after}"
+    return text
+
+
+def with_budget(text: str, profiles: Sequence[Profile]) -> str:
+    """``text``, a README, with the newest profile of our captured step between its markers.
+
+    As it is without such a profile or without the markers.
+    """
+    ours = [p for p in profiles if p.method == "FORGE" and p.row.endswith("/forge/cuda_graph")]
+    if not ours:
+        return text
+    newest = max(ours, key=lambda profile: profile.date)
+    return _between(text, BUDGET_BEGIN, BUDGET_END, budget(newest)) or text
+
+
+def budget(profile: Profile) -> str:
+    """Where the time of a step goes, in Markdown: each part beside its floor."""
+    lines = [
+        f"{profile.row}, {profile.model}, batch {profile.batch}, sequence {profile.seq}, one "
+        f"{profile.hardware}, {profile.date[:10]}: {profile.wall_ms:.2f} ms a step "
+        f"(`{profile.run_id}`). Launches of the update overlap: their ms add up to too much.",
+        "",
+        "| part | ms | floor, ms | kernels |",
+        "|---|--:|--:|--:|",
+    ]
+    for part in sorted(profile.parts, key=lambda part: -part["ms"]):
+        floor = part.get("floor_ms")
+        lines.append(
+            f"| {PARTS.get(part['part'], part['part'])} | {part['ms']:.2f} "
+            f"| {_number(float('nan') if floor is None else floor, 2)} | {part['pieces']:,.0f} |"
+        )
+    return "\n".join(lines)
+
+
+def _between(text: str, begin: str, end: str, new: str) -> str | None:
+    """``text`` with ``new`` between two markers; ``None``: they are not in it."""
+    before, found, rest = text.partition(begin)
+    _, closed, after = rest.partition(end)
+    return f"{before}{begin}\n{new}\n{end}{after}" if found and closed else None
 
 
 def _text(value: Any) -> str:

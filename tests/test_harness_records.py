@@ -16,6 +16,7 @@ import pytest
 from rich.console import Console
 
 from forge.harness import files, leaderboard, noise, options, records, tables
+from forge.harness.profiles import Profile
 from forge.harness.records import Record
 
 HEADER = (
@@ -278,6 +279,27 @@ def test_readme_table(tmp_path, published):
         "| 111.9 / 7.3 |" in text
     )
     assert "| GaLore r=128 | bf16 | hf | eager | oom |" in text
+
+
+def make_profile(**changes):
+    fields: dict = dict(run_id="p", row="forge-bf16/forge/cuda_graph", method="FORGE", model="M",
+                        batch=1, seq=512, precision="bf16", hardware="H200", gpu_count=1,
+                        date="2026-01-02T00:00:00Z", steps=5, wall_ms=7.07, launches=5.0,
+                        parts=[dict(part="loss", ms=0.14, floor_ms=0.07, pieces=1),
+                               dict(part="idle", ms=0.35, floor_ms=None, pieces=0)])  # fmt: skip
+    return Profile(**{**fields, **changes})
+
+
+def test_readme_time_budget():
+    text = f"top\n{tables.BUDGET_BEGIN}\nold\n{tables.BUDGET_END}\nbottom\n"
+    newer = make_profile(run_id="newer", date="2026-01-03T00:00:00Z")
+    other = make_profile(method="fused AdamW", date="2026-01-04T00:00:00Z")
+    shown = tables.with_budget(text, [make_profile(), newer, other])
+    assert "`newer`" in shown and "7.07 ms a step" in shown and "old" not in shown
+    assert shown.index("| idle | 0.35 |  | 0 |") < shown.index("| loss | 0.14 | 0.07 | 1 |")
+    assert shown.startswith("top\n") and shown.endswith("\nbottom\n")
+    assert tables.with_budget(text, [other]) == text
+    assert tables.with_budget("no markers", [newer]) == "no markers"
 
 
 @pytest.mark.parametrize("width", [180, 120, 80, 60, 40, 24])
