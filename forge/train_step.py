@@ -353,6 +353,8 @@ class TrainStep:
                 with torch.cuda.graph(forward, pool=self._pool, stream=self._stream):
                     loss = self._loss(self.model(**{**inputs, **buffers}))
                 pure = versions == self._versions()
+                # The backward pass, in another thread, has its own; this one's memory it may use.
+                torch._C._cuda_clearCublasWorkspaces()
                 with torch.cuda.graph(backward, pool=forward.pool(), stream=self._stream):
                     self._finish(loss)
         except Exception as error:
