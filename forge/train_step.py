@@ -45,10 +45,13 @@ class _Layout:
     def __init__(self, model: nn.Module, optimizer: ForgeOptimizer) -> None:
         self._slots = optimizer._slots
         self._modules = list(model.modules())
-        self._dicts: list[dict[str, Any]] = []
+        dicts: list[dict[str, Any]] = []
         for module in self._modules:
             parts: tuple[Any, ...] = (module._parameters, module._buffers, module._modules)
-            self._dicts += filter(None, parts)
+            dicts += parts
+        # Most are empty, which is told faster than what they hold.
+        self._dicts = [part for part in dicts if part]
+        self._empty = [part for part in dicts if not part]
         held = (slot.param for slot in self._slots)
         tensors = {id(t): t for t in chain(model.parameters(), model.buffers(), held)}
         self._tensors = list(tensors.values())
@@ -68,7 +71,7 @@ class _Layout:
 
     def is_current(self) -> bool:
         objects, values = self._read()
-        return values == self._values and same(objects, self._objects)
+        return values == self._values and same(objects, self._objects) and not any(self._empty)
 
 
 class TrainStep:

@@ -287,11 +287,13 @@ def test_a_step_that_is_refused_draws_and_writes_nothing(kind):
         (lambda net, opt: setattr(net.norm.bias, "data", net.norm.bias.data.clone()), True),
         (lambda net, opt: setattr(net, "norm", copy.copy(net.norm)), True),
         (lambda net, opt: net.register_buffer("table", torch.ones(2)), True),
+        (lambda net, opt: net.norm.register_buffer("first", torch.ones(2)), True),
+        (lambda net, opt: net.register_parameter("first", nn.Parameter(torch.ones(()))), True),
         (lambda net, opt: opt.load_state_dict(opt.state_dict()), True),
         (lambda net, opt: opt.state[net.up.bias].update(step=torch.tensor(9.0)), True),
         (lambda net, opt: opt.state[net.up.bias].update(exp_avg=torch.zeros(32)), True),
     ],
-    ids="lr eval frozen moved module buffer load count state".split(),
+    ids="lr eval frozen moved module buffer first own load count state".split(),
 )
 def test_what_a_graph_has_baked_in_is_captured_anew(change, again):
     step, net, ours, plain, theirs = recorded()
