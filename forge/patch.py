@@ -38,11 +38,11 @@ def optimize(
     Args:
         model: the model, or any module around it.
         fused_loss: False keeps the plain head, and so the logits, in training too.
-        attention: "forge" takes this package's causal attention, made for short sequences, in
-            place of SDPA, and raises in the forward pass where it cannot (a mask, dropout,
-            another implementation, a CPU); with a KV cache and under ``torch.compile`` the plain
-            module runs, as ever. "sdpa" keeps what the model was configured with; "auto" takes
-            what is known to be faster, which is the latter for now.
+        attention: "forge" takes this package's causal attention in place of SDPA, and raises in
+            the forward pass where it cannot (a mask, dropout, autocast, another implementation, a
+            CPU); with a KV cache and under ``torch.compile`` the plain module runs, as ever.
+            "sdpa" keeps what the model was configured with; "auto" takes ours where it can run and
+            is known to be faster: up to 4,096 tokens in bf16 or fp16, on Hopper.
         undo: restore the plain modules, with every weight in memory of its own.
 
     Returns:

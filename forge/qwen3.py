@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.compiler import is_compiling
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -144,10 +145,7 @@ class ForgeQwen3Attention(Qwen3Attention):
                 return attention(q, k, v, self.scaling).transpose(1, 2), None
             if asked == "forge":
                 raise ValueError(f'attention="forge": {reason}; use forge.optimize(model)')
-        attend: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
-            self.config._attn_implementation, eager_attention_forward
-        )
-        return attend(
+        return self._configured()(
             self,
             q,
             k,
@@ -159,6 +157,12 @@ class ForgeQwen3Attention(Qwen3Attention):
             **kwargs,
         )
 
+    def _configured(self) -> Callable:
+        """The attention that the model was configured with."""
+        return ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, eager_attention_forward
+        )
+
     def _needs_sdpa(
         self, q: Tensor, v: Tensor, mask: Tensor | None, kwargs: dict[str, Any]
     ) -> str | None:
@@ -167,6 +171,10 @@ class ForgeQwen3Attention(Qwen3Attention):
         if configured != "sdpa":
             # FlashAttention finds packed sequences in the positions, without a mask.
             return f"it stands in for SDPA, and the model was configured with {configured}"
+        if self._configured() is not sdpa_attention_forward:
+            return "it stands in for transformers' SDPA, and another one was registered as 'sdpa'"
+        if kwargs.get("position_bias") is not None or kwargs.get("softcap") is not None:
+            return "it has neither position_bias nor softcap"
         if mask is not None:
             return "it is causal alone, and padding, packed sequences or a window need a mask"
         if not (self.is_causal and kwargs.get("is_causal", True)):

@@ -38,7 +38,11 @@ class SplitUpdate:
         self._ids.append(ids)
 
     def take(self, x: Tensor, dy: Tensor) -> bool:
-        """Update from the product of these factors now. False: they are not the head's, or alone.
+        """Update from the product of these factors now; False if it is to be done at the end.
+
+        That is so for factors that are not the head's, for a head alone, and where more tokens are
+        looked up than the weight has rows: their part of the product, ``dy[:, ids]^T x``, would
+        take more time and memory than all of it.
 
         Raises:
             RuntimeError: this weight was updated already.
@@ -47,6 +51,8 @@ class SplitUpdate:
             return False
         if self.apart is not None or len(self._ids) > 1:
             self._refuse()
+        if self._ids[0].numel() > dy.shape[-1]:
+            return False
         x, dy = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
         self.apart = self._start(x, dy, self._ids[0])
         return True

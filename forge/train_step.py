@@ -1,4 +1,4 @@
-"""The whole training step as one CUDA graph."""
+"""The whole training step in one call, on a GPU replayed from CUDA graphs."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from forge.tied import SplitUpdate
 _PLAIN = (bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Graph:
     """A captured step, with the tensors that it reads and writes.
 
     Two graphs: a forward pass that changes nothing may start before the host has made sure that the
-    step is still what was captured.
+    step is still what was captured. If it is not, that pass was for nothing.
     """
 
     forward: torch.cuda.CUDAGraph
     backward: torch.cuda.CUDAGraph  # and update
     inputs: dict[str, Tensor]
     loss: Tensor
-    pure: bool  # whether the forward pass writes to no buffer of the model
+    pure: bool  # whether the forward pass writes to no tensor of the model and draws no numbers
 
 
 class _Layout:
@@ -45,10 +45,13 @@ class _Layout:
     def __init__(self, model: nn.Module, optimizer: ForgeOptimizer) -> None:
         self._slots = optimizer._slots
         self._modules = list(model.modules())
-        self._dicts: list[dict[str, Any]] = []
+        dicts: list[dict[str, Any]] = []
         for module in self._modules:
             parts: tuple[Any, ...] = (module._parameters, module._buffers, module._modules)
-            self._dicts += filter(None, parts)
+            dicts += parts
+        # Most are empty, which is told faster than what they hold.
+        self._dicts = [part for part in dicts if part]
+        self._empty = [part for part in dicts if not part]
         held = (slot.param for slot in self._slots)
         tensors = {id(t): t for t in chain(model.parameters(), model.buffers(), held)}
         self._tensors = list(tensors.values())
@@ -68,11 +71,11 @@ class _Layout:
 
     def is_current(self) -> bool:
         objects, values = self._read()
-        return values == self._values and same(objects, self._objects)
+        return values == self._values and same(objects, self._objects) and not any(self._empty)
 
 
 class TrainStep:
-    """Forward, loss, backward and update of a model in one call, on a GPU as one CUDA graph.
+    """Forward, loss, backward and update of a model in one call, on a GPU from CUDA graphs.
 
         step = TrainStep(model, optimizer)
         loss = step(input_ids=ids, labels=ids)
@@ -198,7 +201,10 @@ class TrainStep:
         self._refuse_hooks()
         captured = self._graphs[key] = self._graphs[key] or self._capture(inputs)
         if captured is not started or not captured.pure:
+            before = self._random_state()
             self._start(captured, inputs)
+            # A replay moves the generator on, which no capture shows.
+            captured.pure = captured.pure and torch.equal(before, self._random_state())
         for clock in self.optimizer._clocks:
             clock.refresh()
         captured.backward.replay()
@@ -376,7 +382,12 @@ class TrainStep:
         return _Graph(forward, backward, buffers, loss.detach(), pure)
 
     def _versions(self) -> list[int]:
-        return [tensor._version for tensor in self.model.buffers()]
+        # Parameters too: codebooks and averages that a forward pass keeps are frozen ones.
+        return [t._version for t in chain(self.model.parameters(), self.model.buffers())]
+
+    def _random_state(self) -> Tensor:
+        """The state of the device's random generator, which lies on the host."""
+        return torch.cuda.get_rng_state(self._device)
 
     def _abandon(self) -> None:
         """Undo what a broken capture has left in Python; nothing of it ran on the device."""

@@ -1,4 +1,4 @@
-"""Causal attention of short sequences: every query sees the keys up to its own position.
+"""Causal attention, made for short sequences: every query sees the keys up to its own position.
 
     s = scale * q k^T                   minus infinity where the key is behind the query
     p = softmax(s) = exp2(log2(e) * s - lse),     lse = log2(sum over keys of exp2(log2(e) * s))
@@ -491,7 +491,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Te
     """``softmax(scale * q k^T) v``, in which every query sees the keys up to its own position.
 
     As ``torch.nn.functional.scaled_dot_product_attention(is_causal=True, enable_gqa=True)``; made
-    for a thousand tokens or fewer on Hopper, right for any number. Strides are free: views of a
+    for a few thousand tokens or fewer on Hopper, right for any number. Strides are free: views of a
     packed projection are read where they lie, if what the GPU's copy engine asks for holds
     (elements of a head side by side, everything else a multiple of 16 bytes); otherwise from a
     copy.

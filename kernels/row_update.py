@@ -136,7 +136,7 @@ def _update_rows_kernel(
         total = _sum_rows(
             total, id, start, ids_ptr, order_ptr, rows_ptr, pitch, tokens, column, in_c, BLOCK_T
         )
-        # Each thread puts back what it reads again at once.
+        # Put back what is read again at once; a scale by one thread, and read by all.
         index = id.to(tl.int64) * columns + column[None, :]
         across = tl.cdiv(columns, BLOCK_C)
         blocks = tl.full((1, 1), 0, tl.int64) + id.to(tl.int64) * across + tl.program_id(1)
@@ -147,6 +147,7 @@ def _update_rows_kernel(
             tl.store(state_ptrs[j] + index, tl.load(old_state_ptrs[j] + old, mask, other=0), mask)
         for j in tl.static_range(len(scale_ptrs)):
             tl.store(scale_ptrs[j] + blocks, tl.load(old_scale_ptrs[j] + old_blocks))
+        tl.debug_barrier()
         update_elements(
             w_ptr, state_ptrs, scale_ptrs, scalars_ptr, seed_ptr, salt, total[None, :], index,
             mask, blocks, in_blocks, RULE, SCALARS, STOCHASTIC,

@@ -308,6 +308,8 @@ CANNOT = {
     "dropout": ({"attention_dropout": 0.1}, {}),
     "configured with eager": ({"attn_implementation": "eager"}, {}),
     "size of 24": ({"head_dim": 24}, {}),
+    "this layer is not": ({"is_causal": False}, {}),
+    "position_bias": ({}, {"position_bias": torch.zeros(1, 4, 20, 20)}),
 }
 
 
@@ -317,6 +319,22 @@ def test_what_forge_cannot_do_raises(interpreted, named, case):
     model = forge.optimize(make(**changes), attention="forge")
     with pytest.raises(ValueError, match=f'attention="forge": .*{named}.*; use forge.optimize'):
         model(**batch(), **inputs)
+
+
+def test_another_attention_of_the_same_name_is_asked(interpreted, monkeypatch):
+    """Libraries that put theirs in the place of SDPA mean every layer."""
+    monkeypatch.setattr(qwen3, "_is_short", lambda q: True)
+    sdpa, calls = qwen3.ALL_ATTENTION_FUNCTIONS["sdpa"], []
+
+    def other(*args, **kwargs):
+        calls.append(None)
+        return sdpa(*args, **kwargs)
+
+    monkeypatch.setitem(qwen3.ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", other)
+    forge.optimize(make())(**batch())
+    assert len(calls) == 2
+    with pytest.raises(ValueError, match="another one was registered as 'sdpa'"):
+        forge.optimize(make(), attention="forge")(**batch())
 
 
 def test_forge_needs_a_gpu_and_takes_no_part_in_autocast():

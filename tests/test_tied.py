@@ -68,15 +68,26 @@ def split(optimizer):
 
 @pytest.mark.parametrize("padding_idx", [None, 3])
 def test_follows_torch(device, padding_idx):
-    """Also with more tokens than the gradient has rows: the head's is never formed."""
     ours, plain = pair(device, padding_idx=padding_idx)
-    for ids in (ids_of(device, 16), ids_of(device, 9, 5), ids_of(device, 100), ids_of(device, 0)):
+    for ids in (ids_of(device, 16), ids_of(device, 9, 5), ids_of(device, V), ids_of(device, 0)):
         train(*plain, Net.loss, ids)
         slot = split(ours[1])
         train(*ours, Net.loss, ids)
         assert slot.split.apart is not None and not slot.updated
         slot.split = None
     assert_same(ours[0], plain[0], 4)
+
+
+def test_more_tokens_than_entries_are_updated_at_the_end(device):
+    """Apart, as many rows of the product as there are tokens would be formed once more."""
+    ours, plain = pair(device)
+    slot = split(ours[1])
+    for count in (V + 1, 100):
+        ids = ids_of(device, count)
+        train(*plain, Net.loss, ids), train(*ours, Net.loss, ids)
+        assert slot.split.apart is None
+        slot = split(ours[1])
+    assert_same(ours[0], plain[0], 2)
 
 
 def test_the_logits_gradient_is_used_up_at_once():

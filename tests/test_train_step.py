@@ -1,4 +1,4 @@
-"""TrainStep against the loop it stands for: eager on a CPU, one CUDA graph on a GPU."""
+"""TrainStep against the loop it stands for: eager on a CPU, CUDA graphs on a GPU."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ class Recorded(TrainStep):
     """
 
     graph = True
-    captures = started = 0
+    captures = started = drawn = 0
     pure = True
 
     def _on_side_stream(self):
@@ -200,6 +200,10 @@ class Recorded(TrainStep):
 
     def start(self):
         self.started += 1
+        torch.rand(self.drawn)
+
+    def _random_state(self):
+        return torch.get_rng_state()
 
 
 def recorded(**kwargs):
@@ -208,11 +212,12 @@ def recorded(**kwargs):
     return Recorded(net, ours, **kwargs), net, ours, plain, theirs
 
 
-@pytest.mark.parametrize("pure", [True, False])
-def test_the_forward_pass_starts_early_only_if_it_changes_nothing(pure):
+@pytest.mark.parametrize(("pure", "drawn"), [(True, 0), (True, 1), (False, 0)])
+def test_the_forward_pass_starts_early_only_if_it_changes_nothing(pure, drawn):
     """One that the checks then refuse was for nothing; each of the others belongs to a step."""
     step, net, ours, plain, theirs = recorded()
-    step.pure = pure
+    step.pure, step.drawn = pure, drawn
+    pure = pure and not drawn
     ids = batches(6, "cpu")
     for x in ids[:3]:
         step(ids=x)
@@ -230,6 +235,49 @@ def test_the_forward_pass_starts_early_only_if_it_changes_nothing(pure):
     assert step.captures == 2 and step.started == 4 + 2 * pure
 
 
+class Averaging(Net):
+    """Its forward pass keeps an average in a frozen parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.average = nn.Parameter(torch.zeros(()), requires_grad=False)
+
+    def forward(self, ids):
+        loss = super().forward(ids)
+        self.average.lerp_(loss.detach(), 0.5)
+        return loss
+
+
+class Dropping(Net):
+    def forward(self, ids):
+        return super().forward(ids, scale=F.dropout(torch.ones(9, device=ids.device)).mean())
+
+
+def test_a_forward_pass_that_writes_to_a_parameter_is_noticed():
+    for net, changes in ((Net(), False), (Averaging(), True)):
+        step = TrainStep(net, ForgeAdamW(net))
+        before = step._versions()
+        net(batches(1, "cpu")[0])
+        assert (step._versions() != before) is changes
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", [Averaging, Dropping])
+def test_a_step_that_is_refused_draws_and_writes_nothing(kind):
+    net = kind().to("cuda")
+    step = TrainStep(net, ForgeAdamW(net, lr=LR))
+    *ids, last = batches(5, "cuda")
+    for x in ids:
+        step(ids=x)
+    parameters = list(net.parameters())
+    before = [p.clone() for p in parameters], torch.cuda.get_rng_state()
+    parameters[0].grad = torch.ones_like(parameters[0])
+    with pytest.raises(RuntimeError, match="has a gradient from outside the step"):
+        step(ids=last)
+    assert torch.equal(before[1], torch.cuda.get_rng_state())
+    assert all(map(torch.equal, before[0], parameters))
+
+
 @pytest.mark.parametrize(
     "change, again",
     [
@@ -239,11 +287,13 @@ def test_the_forward_pass_starts_early_only_if_it_changes_nothing(pure):
         (lambda net, opt: setattr(net.norm.bias, "data", net.norm.bias.data.clone()), True),
         (lambda net, opt: setattr(net, "norm", copy.copy(net.norm)), True),
         (lambda net, opt: net.register_buffer("table", torch.ones(2)), True),
+        (lambda net, opt: net.norm.register_buffer("first", torch.ones(2)), True),
+        (lambda net, opt: net.register_parameter("first", nn.Parameter(torch.ones(()))), True),
         (lambda net, opt: opt.load_state_dict(opt.state_dict()), True),
         (lambda net, opt: opt.state[net.up.bias].update(step=torch.tensor(9.0)), True),
         (lambda net, opt: opt.state[net.up.bias].update(exp_avg=torch.zeros(32)), True),
     ],
-    ids="lr eval frozen moved module buffer load count state".split(),
+    ids="lr eval frozen moved module buffer first own load count state".split(),
 )
 def test_what_a_graph_has_baked_in_is_captured_anew(change, again):
     step, net, ours, plain, theirs = recorded()
