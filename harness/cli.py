@@ -94,9 +94,12 @@ def main() -> None:
 
 def _exit_code(arguments: list[str]) -> int:
     own = ("--help", "--install-completion", "--show-completion")
-    if arguments and arguments[0] not in (*own, *(c.name for c in app.registered_commands)):
-        arguments = ["run", *arguments]
+    commands = [str(command.name) for command in app.registered_commands]
     try:
+        if arguments and arguments[0] not in (*own, *commands):
+            if arguments[0] and not arguments[0].startswith("-"):
+                raise USAGE_ERROR(f"unknown command {arguments[0]}; valid: {', '.join(commands)}")
+            arguments = ["run", *arguments]
         _refuse_empty(arguments)
         code = app(arguments, prog_name="forge-bench", standalone_mode=False) or 0
         if code != 130:  # what newer typer makes of an interrupt

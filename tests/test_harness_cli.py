@@ -74,7 +74,7 @@ def forge_bench(monkeypatch, *arguments):
         ("--resume {tmp}", "holds no run.json, it is not a run's folder"),
         ("--resume {tmp} --batch 2", "--resume takes every setting from the run's folder; drop"),
         ("--bogus", "No such option: --bogus"),
-        ("bogus", "unexpected extra argument"),
+        ("bogus", "unknown command bogus; valid: check, compare"),
         ("leaderboard --runs /no/such", "--runs /no/such: no such folder"),
         ("publish --runs /no/such", "--runs /no/such: no such folder"),
         ("compare a b --runs /no/such", "a: no such run folder, run or commit in /no/such"),
