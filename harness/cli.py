@@ -359,7 +359,9 @@ def regenerate(
     """
     if not runs.is_dir():
         options.refuse(f"--runs {runs}: no such folder")
-    board = leaderboard.read(runs, published, include_cpu)
+    if published != RESULTS / "published.csv" and not published.is_file():
+        options.refuse(f"--published {published}: no such file")
+    board = options.checked(leaderboard.read, runs, published, include_cpu)
     options.warn(board.damaged)
     text = ""
     if readme is not None:
