@@ -104,7 +104,7 @@ def check_hyper(settings: dict[str, Any]) -> None:
     for i, beta in enumerate(betas):
         if not isinstance(beta, Real | Tensor):
             raise TypeError(f"betas[{i}]={beta!r}: must be a number or a tensor of one element")
-        if not 0.0 <= beta < 1.0:
+        if not 0.0 <= beta < 1.0:  # type: ignore[operator]
             raise ValueError(f"Invalid beta parameter at index {i}: {beta}")
 
 
