@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from numbers import Real
 from typing import Any, NoReturn
 
@@ -63,11 +64,16 @@ def check_parameter(param: Tensor, name: str, attached: bool = False) -> None:
 
 
 def check_update(update: str, max_grad_norm: float | None, on_nonfinite: str) -> None:
-    """Raise ValueError when these settings do not exist or do not go together."""
+    """Raise ValueError when these settings do not exist or do not go together.
+
+    TypeError when ``max_grad_norm`` is no number.
+    """
     if update not in ("backward", "step"):
         raise ValueError(f"update={update!r}: choose one of backward, step")
     if on_nonfinite not in ("propagate", "skip", "raise"):
         raise ValueError(f"on_nonfinite={on_nonfinite!r}: choose one of propagate, skip, raise")
+    if max_grad_norm is not None and not isinstance(max_grad_norm, Real | Tensor):
+        raise TypeError(f"max_grad_norm={max_grad_norm!r}: must be a number, or None not to clip")
     if max_grad_norm is not None and not max_grad_norm > 0:
         raise ValueError(f"max_grad_norm={max_grad_norm}: must be positive, or None not to clip")
     if update == "backward" and (max_grad_norm is not None or on_nonfinite != "propagate"):
@@ -96,8 +102,19 @@ def check_hyper(settings: dict[str, Any]) -> None:
     if not isinstance(betas, tuple | list) or len(betas) != 2:
         raise ValueError(f"betas={betas!r}: must be two numbers")
     for i, beta in enumerate(betas):
-        if not 0.0 <= beta < 1.0:
+        if not isinstance(beta, Real | Tensor):
+            raise TypeError(f"betas[{i}]={beta!r}: must be a number or a tensor of one element")
+        if not 0.0 <= beta < 1.0:  # type: ignore[operator]
             raise ValueError(f"Invalid beta parameter at index {i}: {beta}")
+
+
+def as_count(value: Any) -> float | None:
+    """``value`` as a count of steps, or of what goes with it; None if it is no number from 0 on."""
+    try:
+        count = float(value)
+    except (TypeError, ValueError, RuntimeError):
+        return None
+    return count if 0 <= count < math.inf else None
 
 
 def read_count(slot: Slot, stored: dict[str, Any], name: str) -> float:
@@ -106,11 +123,8 @@ def read_count(slot: Slot, stored: dict[str, Any], name: str) -> float:
     Raises:
         ValueError: it is not a number from 0 on.
     """
-    try:
-        value = float(stored[name])
-    except (KeyError, TypeError, ValueError, RuntimeError):
-        value = -1.0
-    if not 0 <= value < float("inf"):
+    value = as_count(stored.get(name))
+    if value is None:
         raise ValueError(
             f"{slot.name!r}: its state was replaced, and {name!r} in it is "
             f"{stored.get(name)!r}: must be a number from 0 on"

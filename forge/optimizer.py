@@ -217,6 +217,12 @@ class ForgeOptimizer(torch.optim.Optimizer):
 
     def _check_group(self, number: int, group: dict[str, Any]) -> None:
         """Refuse hyperparameters out of range and settings that the rule does not follow."""
+        for key in Options.__annotations__:
+            if key in group:
+                raise ValueError(
+                    f"param group {number}: {key}= is one setting of the whole optimizer; pass it "
+                    "to the constructor, or build an optimizer for each part"
+                )
         check_hyper(group)
         self._check_fixed(number, group)
 
@@ -229,9 +235,15 @@ class ForgeOptimizer(torch.optim.Optimizer):
                 )
 
     def release(self) -> None:
-        """Give the parameters back: hooks are removed and fused layers are plain ones again."""
+        """Give the parameters back: hooks are removed and fused layers are plain ones again.
+
+        Updates that a failed backward has left in the queue are dropped.
+        """
+        self._queue.discard()
         for slot in self._slots:
             slot.detach()
+            if slot.updated:  # without step(): what says so must not meet the next optimizer
+                slot.updated, slot.param.grad = False, None
         self._unfuse()
         self._slots, self._clocks, self._seen = [], [], []
 
@@ -430,7 +442,7 @@ class ForgeOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: groups, settings or shapes do not match; the message names the parameter. A
                 ``forge_format`` that this version does not know.
-            KeyError: a state is missing.
+            KeyError: a state, or a part of the state_dict, is missing.
             RuntimeError: between ``backward()`` and ``step()``.
         """
         self._check_held()

@@ -51,7 +51,10 @@ def optimize(
     Raises:
         ValueError: nothing in ``model`` is of a supported architecture, or ``attention`` is none
             of the three.
+        TypeError: ``model`` is no module.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}: must be a torch.nn.Module")
     if attention not in ATTENTION:
         raise ValueError(f"attention={attention!r}: must be one of {', '.join(ATTENTION)}")
     try:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from forge.checks import read_count, refuse_edited
+from forge.checks import as_count, read_count, refuse_edited
 from forge.optim.clock import Clock
 from forge.optim.rules import Rule
 from forge.optim.states import check_states, check_stored, convert_states, stored_names
@@ -51,8 +51,8 @@ def load(optimizer: ForgeOptimizer, state_dict: dict[str, Any]) -> None:
     clocks: dict[tuple, Clock] = {}
     for slot in optimizer._slots:
         param, state = slot.param, loaded.get(id(slot.param))
-        steps = float(state["step"]) if state else 0.0
-        carried = [float(state[name]) for name in rule.carried] if state else []
+        steps = state["step"] if state else 0.0
+        carried = [state[name] for name in rule.carried] if state else []
         slot.clock = optimizer._clock_at(clocks, slot, steps, carried)
         slot.updated, slot.target, slot.factors = False, None, []
         if state:
@@ -100,6 +100,9 @@ def _read(optimizer: ForgeOptimizer, state_dict: dict[str, Any]) -> dict[int, di
 
     Parameters that no step has updated are left out.
     """
+    for key in ("state", "param_groups"):
+        if key not in state_dict:
+            raise KeyError(f"state_dict has no {key!r}: pass what optimizer.state_dict() returned")
     groups = state_dict["param_groups"]
     if len(groups) != len(optimizer.param_groups):
         raise ValueError(
@@ -141,5 +144,9 @@ def _read_state(state: dict[str, Any], name: str, rule: Rule) -> dict[str, Any] 
     for key in ("step", *rule.carried):
         if key not in state:
             raise KeyError(f"{name!r}: the state_dict has no {key!r}, which {rule.name} needs")
+        count = as_count(state[key])
+        if count is None:
+            raise ValueError(f"{name!r}: {key!r} is {state[key]!r}: must be a number from 0 on")
+        state = {**state, key: count}
     # torch's Adagrad saves what its states start with. Here they start at zero.
-    return state if float(state["step"]) > 0 else None
+    return state if state["step"] > 0 else None

@@ -172,6 +172,7 @@ class TrainStep:
             for name, value in inputs.items()
         }
         if not self.graph:
+            self._refuse_gradients()
             loss = self._step(inputs)
             if not self._checked:
                 self._refuse_stray_gradients()
@@ -237,16 +238,18 @@ class TrainStep:
 
     def _prepare(self) -> None:
         """Refuse gradients from elsewhere; forget graphs that no longer fit."""
-        optimizer = self.optimizer
-        for slot in optimizer._slots:
+        self._refuse_gradients()
+        self.optimizer.check_unedited()
+        if self._layout is not None and not self._layout.is_current():
+            self._forget()
+
+    def _refuse_gradients(self) -> None:
+        for slot in self.optimizer._slots:
             if slot.param.grad is not None or slot.updated:
                 raise RuntimeError(
                     f"{slot.name!r} has a gradient from outside the step: call optimizer.step() or "
                     "optimizer.zero_grad() first"
                 )
-        optimizer.check_unedited()
-        if self._layout is not None and not self._layout.is_current():
-            self._forget()
 
     def _refuse_hooks(self) -> None:
         if (

@@ -95,9 +95,12 @@ def main() -> None:
 
 def _exit_code(arguments: list[str]) -> int:
     own = ("--help", "--install-completion", "--show-completion")
-    if arguments and arguments[0] not in (*own, *(c.name for c in app.registered_commands)):
-        arguments = ["run", *arguments]
+    commands = [str(command.name) for command in app.registered_commands]
     try:
+        if arguments and arguments[0] not in (*own, *commands):
+            if arguments[0] and not arguments[0].startswith("-"):
+                raise USAGE_ERROR(f"unknown command {arguments[0]}; valid: {', '.join(commands)}")
+            arguments = ["run", *arguments]
         _refuse_empty(arguments)
         code = app(arguments, prog_name="forge-bench", standalone_mode=False) or 0
         if code != 130:  # what newer typer makes of an interrupt
@@ -357,7 +360,9 @@ def regenerate(
     """
     if not runs.is_dir():
         options.refuse(f"--runs {runs}: no such folder")
-    board = leaderboard.read(runs, published, include_cpu)
+    if published != RESULTS / "published.csv" and not published.is_file():
+        options.refuse(f"--published {published}: no such file")
+    board = options.checked(leaderboard.read, runs, published, include_cpu)
     options.warn(board.damaged)
     text = ""
     if readme is not None:

@@ -53,8 +53,10 @@ def read(path: Path) -> list[dict[str, str]]:
     """The rows of an earlier file; none if there is no file.
 
     Raises:
-        ValueError: the file has other columns.
+        ValueError: ``path`` is a folder, or a file with other columns.
     """
+    if path.is_dir():
+        raise ValueError(f"--out {path}: is a folder; give the file to write")
     if not path.exists():
         return []
     with path.open(newline="", encoding="utf-8") as file:

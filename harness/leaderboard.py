@@ -11,6 +11,7 @@ from typing import Any
 import pandas as pd
 
 from forge.harness import logs, noise, profiles, records, timing
+from forge.harness.environment import one_line
 from forge.harness.files import write_atomically
 from forge.harness.profiles import Profile
 from forge.harness.records import Record
@@ -101,10 +102,20 @@ def measured_row(record: Record) -> dict[str, Any]:
 
 
 def published_rows(path: Path) -> list[dict[str, Any]]:
-    """Rows of ``published.csv`` in the leaderboard's columns; none when the file is missing."""
+    """Rows of ``published.csv`` in the leaderboard's columns; none when the file is missing.
+
+    Raises:
+        ValueError: it is no such table.
+    """
     if not path.exists():
         return []
-    frame = pd.read_csv(path, keep_default_na=False, na_values=[""])
+    try:
+        frame = pd.read_csv(path, keep_default_na=False, na_values=[""])
+    except ValueError as error:  # pandas' errors, and text that is not UTF-8
+        raise ValueError(f"{path}: no table of published results ({one_line(error)})") from error
+    missing = {"method", "model", "hardware", "batch", "seq"} - set(frame.columns)
+    if missing:
+        raise ValueError(f"{path}: a table without the columns {', '.join(sorted(missing))}")
     rows = []
     for raw in frame.to_dict("records"):
         row = {column: raw.get(column) for column in COLUMNS}
@@ -182,6 +193,9 @@ def read(runs: Path, published: Path, include_cpu: bool = False) -> Board:
 
     Args:
         include_cpu: keep rows that were measured on a CPU; they say nothing about a GPU.
+
+    Raises:
+        ValueError: ``published`` is no table of published results.
     """
     found, damaged, homes = _load(runs)
     profiled, unreadable = profiles.load_all(runs)

@@ -152,7 +152,9 @@ def command(
     """
     if not runs.is_dir():
         options.refuse(f"--runs {runs}: no such folder")
-    board = leaderboard.read(runs, published, include_cpu)
+    if published != RESULTS / "published.csv" and not published.is_file():
+        options.refuse(f"--published {published}: no such file")
+    board = options.checked(leaderboard.read, runs, published, include_cpu)
     options.warn(board.damaged)
     try:
         written = publish(board, target)

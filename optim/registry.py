@@ -43,6 +43,8 @@ def find(name: str) -> OptimizerSpec:
         return REGISTRY[name]
     if ":" in name:
         module, _, attribute = name.partition(":")
+        if not all(part.isidentifier() for part in (*module.split("."), *attribute.split("."))):
+            raise ValueError(f"{name} is not of the form package.module:attribute")
         return _load(name, EntryPoint(attribute, f"{module}:{attribute}", GROUP))
     specs, problems = plugins()
     if name not in specs:

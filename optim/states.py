@@ -121,8 +121,8 @@ def check_states(rule: Rule, states: str, param: Tensor, saved: dict[str, Any], 
 
     Raises:
         KeyError: a state, or the scale of one, is missing.
-        ValueError: a shape or dtype does not fit, or a state that cannot be negative is; the
-            messages name the parameter, ``owner``.
+        ValueError: no tensor, a shape or dtype does not fit, or a state that cannot be negative is;
+            the messages name the parameter, ``owner``.
     """
     for name in rule.states:
         coded = f"{name}_code" in saved
@@ -130,6 +130,8 @@ def check_states(rule: Rule, states: str, param: Tensor, saved: dict[str, Any], 
         for needed in (key, f"{name}_scale") if coded else (key,):
             if needed not in saved:
                 raise KeyError(f"{owner!r}: its state has no {needed!r}, which {rule.name} needs")
+            if not isinstance(saved[needed], Tensor):
+                raise ValueError(f"{owner!r}: {needed} is {saved[needed]!r:.40}: must be a tensor")
         value = saved[key]
         if value.shape != param.shape:
             raise ValueError(

@@ -215,6 +215,30 @@ def test_bad_arguments(kwargs, message):
     assert type(net) is nn.Linear
 
 
+@pytest.mark.parametrize(
+    "kwargs, message",
+    [
+        ({"lr": "1e-3"}, "lr='1e-3': must be a number"),
+        ({"betas": (0.9, None)}, r"betas\[1\]=None: must be a number"),
+        ({"update": "step", "max_grad_norm": "1"}, "max_grad_norm='1': must be a number"),
+    ],
+)
+def test_arguments_that_are_no_numbers(kwargs, message):
+    with pytest.raises(TypeError, match=message):
+        ForgeAdamW(nn.Linear(2, 2), **kwargs)
+
+
+def test_settings_of_the_whole_optimizer_are_not_ignored_in_a_group():
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    group = {"params": net[1].parameters(), "states": "int8"}
+    with pytest.raises(ValueError, match="param group 1: states= is one setting of the whole"):
+        ForgeAdamW([{"params": net[0].parameters()}, group])
+    optimizer = ForgeAdamW(net[0])
+    with pytest.raises(ValueError, match="param group 1: update= is one setting of the whole"):
+        optimizer.add_param_group({"params": net[1].parameters(), "update": "step"})
+    assert len(optimizer.param_groups) == 1
+
+
 def test_unsupported_parameters_are_named_before_anything_changes():
     net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).half())
     with pytest.raises(TypeError, match="'1.weight' is torch.float16"):

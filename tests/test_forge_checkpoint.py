@@ -66,6 +66,17 @@ def test_bad_state_dicts_name_the_parameter_and_change_nothing():
     shorter["param_groups"][0]["params"].pop()
     with pytest.raises(ValueError, match="param group 0: state_dict has"):
         optimizer.load_state_dict(shorter)
+    for step in (-1.0, float("nan"), float("inf"), "x", torch.ones(2)):
+        counted = copy.deepcopy(good)
+        counted["state"][1]["step"] = step
+        with pytest.raises(ValueError, match="'up.weight': 'step' is .*: must be a number from 0"):
+            optimizer.load_state_dict(counted)
+    nothing = copy.deepcopy(good)
+    nothing["state"][1]["exp_avg"] = None
+    with pytest.raises(ValueError, match="'up.weight': exp_avg is None: must be a tensor"):
+        optimizer.load_state_dict(nothing)
+    with pytest.raises(KeyError, match="no 'state': pass what optimizer.state_dict"):
+        optimizer.load_state_dict({"optimizer": good})
     assert optimizer.param_groups[0]["lr"] == LR
     for key, state in good["state"].items():
         for name, value in state.items():

@@ -104,6 +104,19 @@ def test_release_and_garbage_collection_give_plain_layers_back():
     assert all(p.grad is not None for p in ours.parameters())
 
 
+def test_release_between_backward_and_step_leaves_nothing_to_the_next_optimizer():
+    ours, plain = pair("cpu")
+    optimizer = ForgeAdamW(ours, lr=LR)
+    ours(batch("cpu")).backward()
+    optimizer.release()
+    assert all(p.grad is None for p in ours.parameters())
+    plain.load_state_dict(ours.state_dict())
+    optimizer, reference = ForgeAdamW(ours, lr=LR), torch.optim.AdamW(plain.parameters(), lr=LR)
+    ids = batch("cpu")
+    train(ours, optimizer, ids), train(plain, reference, ids)
+    assert_same(ours, plain)
+
+
 def test_a_model_converted_after_the_optimizer_was_built_still_trains():
     ours, plain = pair("cpu")
     ours.to(torch.bfloat16), plain.to(torch.bfloat16)

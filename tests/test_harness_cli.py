@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -74,9 +75,12 @@ def forge_bench(monkeypatch, *arguments):
         ("--resume {tmp}", "holds no run.json, it is not a run's folder"),
         ("--resume {tmp} --batch 2", "--resume takes every setting from the run's folder; drop"),
         ("--bogus", "No such option: --bogus"),
-        ("bogus", "unexpected extra argument"),
+        ("bogus", "unknown command bogus; valid: check, compare"),
         ("leaderboard --runs /no/such", "--runs /no/such: no such folder"),
         ("publish --runs /no/such", "--runs /no/such: no such folder"),
+        ("leaderboard --runs . --published no.csv", "--published no.csv: no such file"),
+        ("publish --runs . --published no.csv", "--published no.csv: no such file"),
+        ("kernels --op rms_norm --device cpu --out .", "--out .: is a folder"),
         ("compare a b --runs /no/such", "a: no such run folder, run or commit in /no/such"),
         ("compare a", "Missing argument 'B'"),
         ("check", "Missing argument 'METHOD'"),
@@ -95,6 +99,27 @@ def test_refused_in_one_line_before_anything_is_written(
     assert captured.err.startswith("forge-bench: ") and message in captured.err
     assert captured.err.count("\n") == 1 and captured.out == ""
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("command", ["leaderboard", "publish"])
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"A,B\n1,2,3,4\n1\n1,2,3,4,5,6\n", "p.csv: no table of published results (ParserError"),
+        (b"\xff\xfe\x00", "p.csv: no table of published results (UnicodeDecodeError"),
+        (b"", "p.csv: no table of published results (EmptyDataError"),
+        (b"method,model\na,b\n", "p.csv: a table without the columns batch, hardware, seq"),
+    ],
+)
+def test_a_damaged_table_of_published_results(
+    command, content, message, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    Path("p.csv").write_bytes(content)
+    assert forge_bench(monkeypatch, command, "--runs", ".", "--published", "p.csv") == 2
+    captured = capsys.readouterr()
+    assert message in captured.err and captured.err.count("\n") == 1
+    assert [file.name for file in tmp_path.iterdir()] == ["p.csv"]
 
 
 def test_resume_on_another_machine_is_refused(tmp_path, monkeypatch, capsys):

@@ -701,3 +701,8 @@ def test_gradients_that_wait_for_the_step(tied):
     torch.testing.assert_close(optimizer.grad_norm, norm, rtol=1e-4, atol=0)
     for p, q in zip(ours.parameters(), plain.parameters(), strict=True):
         assert (p - q).norm() <= 1e-3 * q.norm()
+
+
+def test_what_is_no_module_is_refused():
+    with pytest.raises(TypeError, match="model is a str: must be a torch.nn.Module"):
+        forge.optimize("Qwen/Qwen3-0.6B")

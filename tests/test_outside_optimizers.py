@@ -108,8 +108,9 @@ def test_check_of_what_cannot_run_proves_nothing(monkeypatch, capsys):
         ("outside_package.nothing:X", "does not import (ModuleNotFoundError"),
         ("outside_package.methods:X", "does not import (AttributeError"),
         ("outside_package.methods:NUMBER", "is a int, not a forge.optim.spec.OptimizerSpec"),
-        ("outside_package.methods:", "does not import"),
-        (":GOOD", "does not import"),
+        ("outside_package.methods:", "not of the form package.module:attribute"),
+        (":GOOD", "not of the form package.module:attribute"),
+        ("../outside_package:GOOD", "not of the form package.module:attribute"),
     ],
 )
 def test_refused_in_one_line(outside, name, message, tmp_path, monkeypatch, capsys):

@@ -362,6 +362,21 @@ def test_inputs_that_a_graph_cannot_follow():
             step(ids=x, scale=value)
 
 
+@pytest.mark.parametrize("update", ["backward", "step"])
+def test_an_eager_step_refuses_gradients_from_outside(update):
+    net = nn.Sequential(nn.Linear(4, 3), nn.Flatten(0), nn.Linear(6, 1))
+    optimizer = ForgeAdamW(net, update=update)
+    step = TrainStep(net, optimizer)
+    step(input=torch.ones(2, 4))
+    net(torch.ones(2, 4)).backward()
+    weights = [p.clone() for p in net.parameters()]
+    with pytest.raises(RuntimeError, match="from outside the step: call optimizer.step"):
+        step(input=torch.ones(2, 4))
+    assert all(map(torch.equal, weights, net.parameters()))
+    optimizer.step()
+    step(input=torch.ones(2, 4))
+
+
 def test_what_a_replay_would_pass_over_is_refused():
     step, net, ours, plain, theirs = recorded()
     x, y, z = batches(3, "cpu")
