@@ -183,6 +183,6 @@ def _unscale(grads: list[Tensor], found_inf: Tensor, inverse: Tensor) -> None:
 def _refuse(grad: _Standin, what: str) -> NoReturn:
     raise RuntimeError(
         f"{what}: the gradient of {grad.slot.name!r} is kept as its factors, which can be scaled, "
-        "zeroed and read, but not changed element by element; norm clipping works; clipping "
-        "by value or DistributedDataParallel needs torch.optim.AdamW"
+        "zeroed and read, but not changed element by element; norm clipping works, but for "
+        "foreach=True; clipping by value or DistributedDataParallel needs torch.optim.AdamW"
     )

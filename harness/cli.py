@@ -298,12 +298,13 @@ def _report(
     found: list[records.Record], settings: Settings, console: Console, as_json: bool
 ) -> None:
     merged = leaderboard.merge_repeats(found)
-    published = [
-        row
-        for row in leaderboard.published_rows(RESULTS / "published.csv")
-        if (row["model"], row["batch"], row["seq"])
-        == (settings.model_name, settings.batch, settings.seq)
-    ]
+    try:
+        others = leaderboard.published_rows(RESULTS / "published.csv")
+    except ValueError as error:  # what was measured is shown all the same
+        options.warn([str(error)])
+        others = []
+    setting = (settings.model_name, settings.batch, settings.seq)
+    published = [row for row in others if (row["model"], row["batch"], row["seq"]) == setting]
     frame = leaderboard.table([*map(leaderboard.measured_row, merged), *published])
     if as_json:
         options.show_json(json.loads(frame.to_json(orient="records")))

@@ -281,6 +281,18 @@ def test_options_do_what_they_say(tmp_path, monkeypatch, capsys):
     assert row["steps"] == 6 and row["method"] == "fused AdamW" and "2 passes" in row["notes"]
 
 
+def test_damaged_published_rows_do_not_hide_what_was_measured(tmp_path, monkeypatch, capsys):
+    (tmp_path / "published.csv").write_text("\x00nothing\n")
+    monkeypatch.setattr(cli, "RESULTS", tmp_path)
+    arguments = "--optimizers adamw-fused --seq 16 --steps 2 --warmup 1 --device cpu --json"
+    code = forge_bench(monkeypatch, *arguments.split(), "--out", str(tmp_path / "out"))
+    captured = capsys.readouterr()
+    assert code == 0, captured.err
+    assert "published.csv: a table without the columns batch, hardware" in captured.err
+    (row,) = json.loads(captured.out)
+    assert row["method"] == "fused AdamW" and row["status"] == "ok"
+
+
 def test_weights_of_a_checkpoint(tmp_path, monkeypatch, capsys):
     import torch
 
