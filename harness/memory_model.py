@@ -21,14 +21,22 @@ from forge.optim.footprint import FUSED, RELEASED, STORED, Footprint
 
 BF16, FP32 = 2, 4
 # cuBLAS takes 32 MiB a handle on Hopper: one in the forward thread, one in backward's, and one for
-# cublasLt. A captured graph has its own beside those of the warm-up.
+# cublasLt. A captured graph has its own beside those of the warm-up, which `forge.TrainStep` frees.
 WORKSPACES, WORKSPACE_BYTES = 3, 32 * 2**20
 # What the loss holds at its peak, bytes a logit. Liger's works on an fp32 copy in place, beside the
 # bf16 logits; PyTorch's has log-probabilities, their gradient and that of the logits, all fp32.
-LOGIT_BYTES = {"liger": BF16 + FP32, "hf": 3 * FP32, "torch": 3 * FP32, "liger+flce": 0}
+# This package's writes the gradient over the bf16 logits, or forms them in slices.
+LOGIT_BYTES = {
+    "liger": BF16 + FP32,
+    "hf": 3 * FP32,
+    "torch": 3 * FP32,
+    "liger+flce": 0,
+    "forge": BF16,
+}
 FORMS_HEAD_IN_LOSS = "liger+flce"
-# Of gate, up and the activation, how many the MLP saves: Liger computes the activation again.
-MLP_SAVED = {"liger": 2, "hf": 3, "torch": 3, "liger+flce": 2}
+# Of gate, up, the activation and the input of the last linear, how many the MLP saves: Liger
+# computes the activation again, this package that input too.
+MLP_SAVED = {"liger": 3, "hf": 4, "torch": 4, "liger+flce": 3, "forge": 2}
 
 
 @dataclass(frozen=True)
@@ -58,9 +66,9 @@ def saved_bytes(shape: Shape, kernels: str) -> float:
         KeyError: ``kernels`` is not one of :data:`LOGIT_BYTES`.
     """
     rotated = shape.q_width + shape.kv_width
-    # Inputs of the four linears; queries, keys, values and output of attention (which is the
-    # input of one of them).
-    saved = BF16 * (2 * shape.hidden + shape.intermediate + rotated + shape.kv_width)
+    # Inputs of three linears; queries, keys, values and output of attention (which is the input of
+    # one of them).
+    saved = BF16 * (2 * shape.hidden + rotated + shape.kv_width)
     saved += BF16 * shape.q_width
     # Norms save their input; transformers' save it in fp32, and their result before the weight.
     normed = shape.norms * shape.hidden + (rotated if shape.qk_norm else 0)
@@ -88,13 +96,20 @@ def estimate(
     in_loss = kernels == FORMS_HEAD_IN_LOSS
     if not in_loss:
         logit_gradient = tokens * shape.vocab * float(BF16)
+    if kernels == "forge":
+        from forge.qwen3 import LOGITS_BYTES, SLICE_BYTES
+
+        if logits > LOGITS_BYTES:
+            logits = logit_gradient = float(SLICE_BYTES)
+    # `forge.TrainStep` updates a tied weight from the gradient of the logits at once.
+    ours = kind == FUSED and execution == "cuda_graph"
 
     # gradients, activations, logits, temporaries
     moments = {"loss": (table if in_loss else 0.0, activations, logits, 0.0)}
     if kind == FUSED:
         # A tied head's factors wait for the embedding's rows, unless its gradient is smaller.
-        wait = shape.tied and not in_loss and logit_gradient <= table
-        head = table if in_loss or shape.tied and not wait else 0.0
+        wait = shape.tied and not in_loss and logit_gradient <= table and not ours
+        head = table if in_loss or shape.tied and not wait and not ours else 0.0
         left = (head if shape.tied else 0.0, 0.0, logit_gradient if wait else 0.0)
         moments["head"] = (head, activations, logit_gradient, 0.0)
         scratch = float(BF16 * SCRATCH_ELEMENTS)
@@ -114,5 +129,5 @@ def estimate(
         step = footprint.step_bytes * max(p.numel for p in shape.parameters)
         moments["step"] = (0.0, 0.0, 0.0, step)
     moment = max(moments, key=lambda name: sum(moments[name]))
-    handles = WORKSPACES * (2 if execution.endswith("cuda_graph") else 1)
+    handles = WORKSPACES * (2 if execution.endswith("cuda_graph") and not ours else 1)
     return Estimate(moment, weights, states, *moments[moment], float(handles * WORKSPACE_BYTES))

@@ -56,6 +56,17 @@ def test_close_to_the_measured_peak(record):
     assert row["states"] * 2**30 == pytest.approx(record.state_bytes, rel=0.002)
 
 
+@pytest.mark.parametrize(
+    ("key", "seq", "peak"),
+    [("forge-bf16", 512, 4.07), ("forge-int8", 512, 2.98), ("forge-bf16", 4096, 8.83)],
+)
+def test_close_to_the_captured_step_of_our_kernels(key, seq, peak):
+    """Of ``runs/2026-11-30_captured-step_H200_32d52c6cd``, GiB."""
+    work = (1, seq, [key], "forge", "cuda_graph")
+    (row,) = predictions(load_shape("qwen3-0.6b")[1], *work)
+    assert row["peak_gib"] == pytest.approx(peak, rel=0.03)
+
+
 def test_saved_bytes_are_what_autograd_saves():
     """Of a layer, with transformers' own kernels: the difference of two layers and one."""
 
