@@ -367,16 +367,11 @@ class TrainStep:
                 with torch.cuda.graph(backward, pool=forward.pool(), stream=self._stream):
                     self._finish(loss)
         except Exception as error:
-            # The error holds this frame: destroyed any later, a graph would break the next capture.
+            # Destroyed later, with the error that holds them, they could break another capture.
             forward.reset()
             backward.reset()
             self._abandon()
-            # Ending a broken capture raises too; what broke it is that error's context.
-            cause = error.__context__ or error
-            reason = str(cause).partition("\n")[0]
-            raise RuntimeError(
-                f"the step cannot be captured in a CUDA graph: {reason}; use graph=False"
-            ) from cause
+            raise _not_captured(error)  # noqa: B904
         finally:
             for slot in tied:
                 slot.split = None
@@ -403,6 +398,18 @@ class TrainStep:
             slot.factors, slot.updated, slot.param.grad = [], False, None
         for clock in optimizer._clocks:
             clock.running = False
+
+
+def _not_captured(error: Exception) -> RuntimeError:
+    """What to raise for ``error``, with its cause."""
+    # Ending a broken capture raises too; what broke it is that error's context.
+    cause = error.__context__ or error
+    reason = str(cause).partition("\n")[0]
+    refused = RuntimeError(
+        f"the step cannot be captured in a CUDA graph: {reason}; use graph=False"
+    )
+    refused.__cause__ = cause
+    return refused
 
 
 def _plain(name: str, value: Any) -> Hashable:
