@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -333,8 +334,13 @@ class TrainStep:
         if tied and not optimizer._queue.deferred:
             try:
                 return self._capture_once(inputs, tied)
-            except RuntimeError:
-                pass  # used in other ways too, perhaps: then it is updated at the end
+            except RuntimeError as error:
+                names = ", ".join(slot.name for slot in tied)
+                warnings.warn(
+                    f"{names}: updated at the end of the backward pass, which takes more time and "
+                    f"memory, because {error.__cause__ or error}",
+                    stacklevel=3,
+                )
         return self._capture_once(inputs, [])
 
     def _capture_once(self, inputs: Mapping[str, Any], tied: list[Slot]) -> _Graph:

@@ -141,7 +141,7 @@ def command(
 
     \b
     Example:
-      forge-bench compare d1e63e00f 2cc8e8e
+      forge-bench compare d1e63e00f 32d52c6cd
     """
     (first, lost_a), (second, lost_b) = (options.checked(side, name, runs) for name in (a, b))
     options.warn(dict.fromkeys(lost_a + lost_b))

@@ -6,7 +6,7 @@
 F(c) are the floats of three mantissa bits. Subtracting the smallest makes code 0 exactly zero and
 the steps next to it even, as the segments of mu-law speech (ITU-T G.711) do: encoding is one
 multiply-add, and an integer addition and shift of the float's bits. Neighbouring codes differ by 6
-to 12 % of the value, down to 2^-11 of the block's largest value (signed) or 2^-27 (unsigned); the
+to 13 % of the value, down to 2^-11 of the block's largest value (signed) or 2^-27 (unsigned); the
 smallest non-zero value is 2^-18 or 2^-34 of the block's scale.
 
 Signed codes are int8, those of states that are never negative uint8; exponents are uint8, biased

@@ -518,3 +518,22 @@ def test_the_fast_paths_in_a_graph_follow_the_eager_step():
         assert step(x=x).item() == pytest.approx(eager(x=x).item(), rel=2e-2), i
     for p, q in zip(net.parameters(), other.parameters(), strict=True):
         assert (p - q).abs().max() < 6e-3 and (p != q).float().mean() < 0.2
+
+
+def test_a_tied_weight_that_cannot_be_updated_in_parts_is_said_to_be_updated_at_the_end():
+    net, _ = pair("cpu")
+    optimizer = ForgeAdamW(net)
+    slot = optimizer._slots[0]
+    slot.shared = slot.embeds = True
+    step, tried = TrainStep(net, optimizer), []
+
+    def capture(inputs, tied):
+        tried.append(list(tied))
+        if tied:
+            raise RuntimeError("the step cannot be captured") from RuntimeError("two heads")
+        return "graph"
+
+    step._capture_once = capture
+    with pytest.warns(UserWarning, match=f"{slot.name}: updated at the end.*two heads"):
+        assert step._capture({}) == "graph"
+    assert tried == [[slot], []]
