@@ -257,8 +257,8 @@ def budget(profile: Profile) -> str:
     lines = [
         f"{profile.row}, {profile.model}, batch {profile.batch}, sequence {profile.seq}, one "
         f"{profile.hardware}, {profile.date[:10]}: {profile.wall_ms:.2f} ms a step "
-        f"(`{profile.run_id}`). Launches of the update overlap: the sum of their ms, shown here, is "
-        "more than they take.",
+        f"(`{profile.run_id}`). Launches of the update overlap: the sum of their ms is more "
+        "than they take.",
         "",
         "| part | ms | floor, ms | kernels |",
         "|---|--:|--:|--:|",
