@@ -149,7 +149,7 @@ def run(
     kernels: Annotated[
         str | None, typer.Option(help=f"the model's kernels: {', '.join(KERNELS)}")
     ] = None,
-    attention: Annotated[str, typer.Option(help=options.ATTENTION_HELP)] = "sdpa",
+    attention: Annotated[str, typer.Option(help=options.ATTENTION_HELP)] = "auto",
     execution: Annotated[str | None, typer.Option(help=f"{', '.join(EXECUTIONS)}")] = None,
     data: Annotated[str, typer.Option(help="stdlib, random, or a text file or folder")] = "stdlib",
     device: Annotated[str | None, typer.Option(help="cuda or cpu (default: cuda if any)")] = None,

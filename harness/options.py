@@ -23,7 +23,7 @@ from forge.harness.workloads import ATTENTION, MODELS
 from forge.optim.registry import REGISTRY
 
 RESULTS = Path("results")
-ATTENTION_HELP = "sdpa, flash, or (with --kernels forge) forge"
+ATTENTION_HELP = "auto (sdpa, or what --kernels forge takes), sdpa, flash, forge"
 
 
 def refuse(message: str) -> NoReturn:

@@ -130,7 +130,7 @@ def command(
     seq: Annotated[int | None, typer.Option(min=2, help="default: 512, 128 on a CPU")] = None,
     kernels: Annotated[str | None, typer.Option(help=", ".join(KERNELS))] = None,
     execution: Annotated[str | None, typer.Option(help=f"{', '.join(EXECUTIONS)}")] = None,
-    attention: Annotated[str, typer.Option(help=options.ATTENTION_HELP)] = "sdpa",
+    attention: Annotated[str, typer.Option(help=options.ATTENTION_HELP)] = "auto",
     steps: Annotated[int, typer.Option(min=1, help="profiled steps")] = 5,
     warmup: Annotated[int, typer.Option(min=1, help="steps before them")] = 5,
     top: Annotated[int, typer.Option(min=1, help="kernels to show")] = 15,

@@ -131,8 +131,9 @@ def import_transformers() -> None:
             del sys.modules[name]
 
 
-# What transformers is told; "forge" is this package's kernel in place of SDPA.
-ATTENTION = {"sdpa": "sdpa", "flash": "flash_attention_2", "forge": "sdpa"}
+# What transformers is told; "forge" is this package's kernel in place of SDPA, which "auto" takes
+# where `forge.optimize` does.
+ATTENTION = {"auto": "sdpa", "sdpa": "sdpa", "flash": "flash_attention_2", "forge": "sdpa"}
 
 
 def build_model(
@@ -142,7 +143,7 @@ def build_model(
 
     Args:
         config: a transformers configuration.
-        attention: ``sdpa`` (with ``forge`` kernels: what ``forge.optimize`` makes of it),
+        attention: ``auto`` (SDPA; with ``forge`` kernels what ``forge.optimize`` takes), ``sdpa``,
             ``flash``, or ``forge``, for ``forge`` kernels.
         kernels: ``hf``, ``liger``, ``liger+flce``, ``torch`` (the plain PyTorch twin), or
             ``forge`` (``forge.optimize``).
@@ -185,5 +186,6 @@ def _finish(model: nn.Module, kernels: str, attention: str) -> nn.Module:
     if kernels == "forge":
         from forge import optimize
 
-        optimize(model, attention="forge" if attention == "forge" else "auto")
+        # FlashAttention is what the model is configured with, which "sdpa" keeps.
+        optimize(model, attention="sdpa" if attention == "flash" else attention)
     return model.train()

@@ -20,6 +20,7 @@ from forge import qwen3
 from forge.harness import options
 from forge.harness.attention import attention_backend
 from forge.harness.rows import select_rows
+from forge.harness.workloads import MODELS, build_model
 from forge.kernels import attention as module
 from forge.kernels import runtime
 from forge.kernels.attention import attention, attention_reference
@@ -381,3 +382,10 @@ def test_rows_that_have_no_kernel_of_ours_are_refused(capsys):
         with pytest.raises(typer.Exit):
             options.attention("forge", "cuda", rows)
         assert expected in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("asked", ["auto", "sdpa"])
+def test_the_benchmark_asks_for_what_it_was_told(asked):
+    common = dict(device="cpu", dtype=torch.bfloat16, kernels="forge", seed=0)
+    model = build_model(MODELS["qwen3-tiny"].hf_config(), **common, attention=asked)
+    assert {layer.self_attn.__dict__["_attention"] for layer in model.model.layers} == {asked}

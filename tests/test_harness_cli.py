@@ -63,7 +63,7 @@ def forge_bench(monkeypatch, *arguments):
         ("--states fp7", "--states: no chosen method stores 'fp7'; valid: bf16"),
         ("--kernels x", "--kernels: unknown 'x'; valid: hf, liger"),
         ("--kernels liger", "--kernels liger: Liger's kernels need a CUDA device"),
-        ("--attention x", "--attention: unknown 'x'; valid: sdpa, flash, forge"),
+        ("--attention x", "--attention: unknown 'x'; valid: auto, sdpa, flash, forge"),
         ("--attention flash", "--attention flash: FlashAttention needs a CUDA device"),
         ("--attention forge --kernels forge", "--attention forge: its kernel needs a CUDA device"),
         ("--execution x", "--execution: unknown 'x'; valid: eager, compile"),
