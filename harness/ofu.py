@@ -1,16 +1,15 @@
-"""What a GPU did while steps ran: tensor-core activity, clock, memory traffic, energy, by NVML.
+"""What a GPU did while steps ran: tensor-core activity, clock, memory traffic, energy.
 
-OFU, the share of the tensor cores' peak in use, is ``activity x clock / maximum clock``
-(arXiv:2605.20799): activity is the share of cycles in which a multiprocessor's tensor pipe is busy,
-NVML's GPM metric "any tensor"; the maximum is the clock at which the data sheet's peak holds, which
-is below the boost clock. It counts work on padding too: tiles of matrix products are whole.
+The clock is counted on the GPU (:mod:`forge.harness.gpu_clock`), the rest is NVML's. OFU, the share
+of the tensor cores' peak in use, is ``activity x clock / maximum clock`` (arXiv:2605.20799):
+activity is the share of cycles in which a multiprocessor's tensor pipe is busy, NVML's GPM metric
+"any tensor"; the maximum is the clock at which the data sheet's peak holds, which is below the
+boost clock. It counts work on padding too: tiles of matrix products are whole.
 """
 
 from __future__ import annotations
 
 import importlib
-import statistics
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,8 +17,11 @@ from typing import Any
 
 import torch
 
+from forge.harness import gpu_clock
+from forge.harness.environment import one_line
+
 # Counters are refreshed every 100 ms or so: windows are much longer, and begin under load.
-WINDOW_S, LEAD_S, CLOCK_EVERY_S = 2.0, 0.3, 0.05
+WINDOW_S, LEAD_S = 2.0, 0.3
 
 
 @dataclass
@@ -30,7 +32,7 @@ class Observation:
         steps, utilisation_window_s: steps in the window, and its length in seconds.
         tensor_active_pct, dram_active_pct: share of cycles the tensor pipes were busy, and of the
             peak memory bandwidth used, over the whole GPU.
-        sm_clock_mhz: mean clock of the multiprocessors.
+        sm_clock_mhz: mean clock that the multiprocessors counted.
         energy_j: of the board, a step.
         ofu_pct: share of the tensor cores' peak in use.
     """
@@ -56,6 +58,7 @@ def observe(
     max_clock_mhz: float | None = None,
     window_s: float = WINDOW_S,
     nvml: Any = None,
+    cycles: Callable[[], gpu_clock.Counters] = gpu_clock.read_counters,
 ) -> Observation:
     """Run ``step`` for at least ``window_s`` seconds and read the counters before and after.
 
@@ -66,6 +69,7 @@ def observe(
         uuid: ``GPU-...``, as the driver names the device.
         max_clock_mhz: clock of the tensor cores' peak; ``None``: the driver's maximum.
         nvml: the module ``pynvml``, or one like it.
+        cycles: reads the counters of the multiprocessors.
     """
     found = Observation()
     try:
@@ -76,7 +80,7 @@ def observe(
         return found
     try:
         handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
-        _observe(step, _Counters(nvml, handle, found), max_clock_mhz, window_s)
+        _observe(step, _Counters(nvml, handle, found, cycles), max_clock_mhz, window_s)
     except nvml.NVMLError as error:
         found.missing.append(f"NVML: {error}")
     finally:
@@ -88,14 +92,11 @@ def _observe(
     step: Callable[[], Any], counters: _Counters, max_clock_mhz: float | None, window_s: float
 ) -> None:
     found = counters.found
+    counters.count_cycles()  # compiles its kernel
     _run(step, LEAD_S)
-    clock = _Clock(counters)
     before = counters.snapshot()
-    with clock:
-        found.steps, found.utilisation_window_s = _run(step, window_s)
-    after = counters.snapshot()
-    counters.compare(before, after)
-    found.sm_clock_mhz = clock.mean_mhz
+    found.steps, found.utilisation_window_s = _run(step, window_s)
+    counters.compare(before, counters.snapshot())
     if found.tensor_active_pct is not None and found.sm_clock_mhz is not None:
         top = max_clock_mhz or counters.max_clock_mhz()
         if top:
@@ -112,24 +113,38 @@ def _run(step: Callable[[], Any], seconds: float) -> tuple[int, float]:
             return steps, elapsed
 
 
+@dataclass(frozen=True)
+class _Snapshot:
+    """``energy_mj``: millijoules since the driver was loaded; ``sample``: of GPM."""
+
+    cycles: gpu_clock.Counters | None
+    sample: Any
+    energy_mj: int | None
+
+
 class _Counters:
     """The counters of one device. What one of them cannot tell goes to ``found.missing``."""
 
-    def __init__(self, nvml: Any, handle: Any, found: Observation) -> None:
-        self.nvml, self.handle, self.found = nvml, handle, found
-        # The driver does not take two calls about GPM at a time.
-        self.lock = threading.Lock()
+    def __init__(
+        self,
+        nvml: Any,
+        handle: Any,
+        found: Observation,
+        cycles: Callable[[], gpu_clock.Counters],
+    ) -> None:
+        self.nvml, self.handle, self.found, self.cycles = nvml, handle, found, cycles
         self.gpm = bool(self._ask("GPM", self._gpm_supported))
 
     def _ask(self, what: str, function: Callable[..., Any], *arguments: Any) -> Any:
         try:
-            with self.lock:
-                return function(*arguments)
+            return function(*arguments)
         except self.nvml.NVMLError as error:
-            message = f"{what}: {error}"
-            if message not in self.found.missing:
-                self.found.missing.append(message)
+            self._miss(f"{what}: {error}")
             return None
+
+    def _miss(self, message: str) -> None:
+        if message not in self.found.missing:
+            self.found.missing.append(message)
 
     def _gpm_supported(self) -> bool:
         supported = self.nvml.nvmlGpmQueryDeviceSupport(self.handle).isSupportedDevice
@@ -137,22 +152,33 @@ class _Counters:
             self.found.missing.append("GPM: not supported by this GPU (Hopper and later have it)")
         return supported
 
-    def snapshot(self) -> tuple[Any, int | None]:
-        """A GPM sample and the millijoules since the driver was loaded."""
+    def count_cycles(self) -> gpu_clock.Counters | None:
+        """Of the multiprocessors, since some time before."""
+        try:
+            return self.cycles()
+        except Exception as error:  # no triton, or an architecture that it does not know
+            self._miss(f"clock: {one_line(error)}")
+            return None
+
+    def snapshot(self) -> _Snapshot:
+        """The counters now."""
+        cycles = self.count_cycles()
         sample = self._ask("GPM", self._sample) if self.gpm else None
         energy = self._ask("energy", self.nvml.nvmlDeviceGetTotalEnergyConsumption, self.handle)
-        return sample, energy
+        return _Snapshot(cycles, sample, energy)
 
     def _sample(self) -> Any:
         sample = self.nvml.nvmlGpmSampleAlloc()
         self.nvml.nvmlGpmSampleGet(self.handle, sample)
         return sample
 
-    def compare(self, before: tuple[Any, int | None], after: tuple[Any, int | None]) -> None:
+    def compare(self, before: _Snapshot, after: _Snapshot) -> None:
         """Fill in what happened between two snapshots, and free them."""
-        (first, energy), (second, later) = before, after
-        if energy is not None and later is not None:
-            self.found.energy_j = (later - energy) / 1e3 / self.found.steps
+        if before.energy_mj is not None and after.energy_mj is not None:
+            self.found.energy_j = (after.energy_mj - before.energy_mj) / 1e3 / self.found.steps
+        if before.cycles is not None and after.cycles is not None:
+            self.found.sm_clock_mhz = gpu_clock.mean_mhz(before.cycles, after.cycles)
+        first, second = before.sample, after.sample
         if first is not None and second is not None:
             self._ask("GPM", self._metrics, first, second)
         for sample in (first, second):
@@ -179,44 +205,7 @@ class _Counters:
             else:
                 self.found.missing.append(f"GPM: no {name} (NVML error {code})")
 
-    def clock_mhz(self) -> float | None:
-        """The clock of the multiprocessors now."""
-        nvml = self.nvml
-        return self._ask("clock", nvml.nvmlDeviceGetClockInfo, self.handle, nvml.NVML_CLOCK_SM)
-
     def max_clock_mhz(self) -> float | None:
-        """Their highest clock."""
+        """The multiprocessors' highest clock."""
         nvml = self.nvml
         return self._ask("clock", nvml.nvmlDeviceGetMaxClockInfo, self.handle, nvml.NVML_CLOCK_SM)
-
-
-class _Clock:
-    """Reads the clock in a thread while the block runs."""
-
-    def __init__(self, counters: _Counters) -> None:
-        self._counters = counters
-        self._samples: list[float] = []
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._poll, daemon=True)
-
-    def _poll(self) -> None:
-        while True:
-            clock = self._counters.clock_mhz()
-            if clock is None:
-                return
-            self._samples.append(clock)
-            if self._done.wait(CLOCK_EVERY_S):
-                return
-
-    def __enter__(self) -> _Clock:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self._done.set()
-        self._thread.join()
-
-    @property
-    def mean_mhz(self) -> float | None:
-        """Mean of the samples."""
-        return statistics.fmean(self._samples) if self._samples else None

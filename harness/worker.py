@@ -186,6 +186,9 @@ def _time(job: Job, row: Row, target: Any, batches: list[Any], fields: dict[str,
     fields["attention"] = attention_backend(model, batches[0])
     meter = PeakMeter(job.device)
     gradients = GradientMeter(model)
+    # Python's cycle collector need not walk what the imports and the model are made of in a step.
+    gc.collect()
+    gc.freeze()
     step, optimizer = _build_step(row, target, model, HYPER, batches[0], gradients)
     meter.reset()
     first, _ = timing.time_steps(step, batches, 1, job.device)
@@ -355,26 +358,34 @@ def serve(device: str) -> None:
     _die_with_parent()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what imports print is no answer
-    if device == "cpu":
-        # Not for CUDA: what this imports may open the device, and forks lose it.
-        import_transformers()
+    import_transformers()
+    # A driver that an import has opened is of no use to forks.
+    opened = _has_opened_gpu()
     for line in sys.stdin:
         request = json.loads(line)
         child = os.fork()
         if not child:
-            _work_forked(**request)
+            _work_forked(**request, fresh=opened)
         print(child, file=answers, flush=True)
         _, status = os.waitpid(child, 0)
         print(os.waitstatus_to_exitcode(status), file=answers, flush=True)
 
 
-def _work_forked(job: str, result: str, output: str) -> NoReturn:
+def _has_opened_gpu() -> bool:
+    """Whether this process holds a file of NVIDIA's driver open."""
+    folder = Path("/proc/self/fd")
+    if not folder.exists():  # no Linux, where we can tell only what torch has done
+        return torch.cuda.is_initialized()
+    return any(os.path.realpath(fd).startswith("/dev/nvidia") for fd in folder.iterdir())
+
+
+def _work_forked(job: str, result: str, output: str, fresh: bool) -> NoReturn:
     os.setsid()
     with open(os.devnull) as nothing, open(output, "wb") as text:
         os.dup2(nothing.fileno(), 0)
         os.dup2(text.fileno(), 1)
         os.dup2(text.fileno(), 2)
-    if torch.cuda._is_in_bad_fork():
+    if fresh:
         _become_fresh_worker(job, result)
     code = 1
     try:

@@ -164,11 +164,12 @@ def rms_norm_backward(
     rows, dys = as_rows(h), as_rows(dy)
     dhs = as_rows(dh) if dh is not None else dys
     columns = h.shape[-1]
-    # Twice forward's: every program leaves a row of parts, half as many of them to write and add.
-    tile = _tile(columns, 4096)
+    # Two programs a multiprocessor hide each other's loads. Where there are rows for them, twice
+    # forward's: rows of a tile are loaded together.
+    most = 2 * processors(h)
+    tile = _tile(columns, 4096 if rows.numel() >= 4096 * most else 2048)
     dx = torch.empty(h.shape, dtype=h.dtype, device=h.device)
-    # Two programs a multiprocessor hide each other's loads.
-    programs = max(1, min(-(-rows.shape[0] // tile["ROWS"]), 2 * processors(h)))
+    programs = max(1, min(-(-rows.shape[0] // tile["ROWS"]), most))
     parts = None
     if need_weight:
         parts = torch.empty((programs, columns), dtype=torch.float32, device=h.device)

@@ -209,11 +209,11 @@ def test_settled_rows_do_not_start_a_worker(tmp_path):
     }
 
 
-def test_a_worker_whose_fork_lost_cuda_starts_a_new_interpreter(tmp_path):
+def test_workers_of_a_server_that_has_opened_the_gpu_start_a_new_interpreter(tmp_path):
     code = (
-        "import sys, torch\n"
+        "import sys\n"
         "from forge.harness import worker\n"
-        "torch.cuda._is_in_bad_fork = lambda: True\n"
+        "worker._has_opened_gpu = lambda: True\n"
         "worker.work = None\n"
         "worker.serve(sys.argv[1])\n"
     )
