@@ -9,7 +9,7 @@ bench: $(VENV)/.installed ## the benchmark: Qwen3-0.6B on a GPU, a tiny model wi
 	$(VENV)/bin/forge-bench --optimizers all
 
 test: $(VENV)/.installed ## the whole test suite
-	$(PYTHON) -m pytest -q
+	$(PYTHON) -m pytest -q -n auto --maxprocesses 8 --dist loadfile
 
 check: $(VENV)/.installed ## lint, format, types
 	$(VENV)/bin/ruff check .

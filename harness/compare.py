@@ -141,7 +141,7 @@ def command(
 
     \b
     Example:
-      forge-bench compare d1e63e00f 32d52c6cd
+      forge-bench compare 1b0fb4072 mine/2026-12-01_Qwen3-0.6B-b1-s512_H200_4d21c9f
     """
     (first, lost_a), (second, lost_b) = (options.checked(side, name, runs) for name in (a, b))
     options.warn(dict.fromkeys(lost_a + lost_b))

@@ -33,6 +33,8 @@ LOGIT_BYTES = {
     "liger+flce": 0,
     "forge": BF16,
 }
+# torch.compile computes the loss from the bf16 logits, and the MLP's activation again.
+COMPILED_LOGIT_BYTES, COMPILED_MLP_SAVED = BF16, 3
 FORMS_HEAD_IN_LOSS = "liger+flce"
 # Of gate, up, the activation and the input of the last linear, how many the MLP saves: Liger
 # computes the activation again, this package that input too.
@@ -59,7 +61,7 @@ class Estimate:
         return held + self.logits + self.temporaries + self.workspaces
 
 
-def saved_bytes(shape: Shape, kernels: str) -> float:
+def saved_bytes(shape: Shape, kernels: str, compiled: bool = False) -> float:
     """Bytes a token that one layer saves for backward.
 
     Raises:
@@ -73,7 +75,8 @@ def saved_bytes(shape: Shape, kernels: str) -> float:
     # Norms save their input; transformers' save it in fp32, and their result before the weight.
     normed = shape.norms * shape.hidden + (rotated if shape.qk_norm else 0)
     saved += normed * (BF16 + FP32 if kernels == "hf" else BF16)
-    return saved + BF16 * shape.intermediate * MLP_SAVED[kernels]
+    mlp = min(COMPILED_MLP_SAVED, MLP_SAVED[kernels]) if compiled else MLP_SAVED[kernels]
+    return saved + BF16 * shape.intermediate * mlp
 
 
 def estimate(
@@ -91,8 +94,10 @@ def estimate(
     weights = float(BF16 * shape.numel)
     states = sum(p.count * footprint.state(p.dims, p.hidden, BF16) for p in shape.parameters)
     table = float(BF16 * shape.head.weights)
-    activations = tokens * shape.layers * saved_bytes(shape, kernels)
-    logits, logit_gradient = float(tokens * shape.vocab * LOGIT_BYTES[kernels]), 0.0
+    compiled = execution.startswith("compile")
+    activations = tokens * shape.layers * saved_bytes(shape, kernels, compiled)
+    width = min(COMPILED_LOGIT_BYTES, LOGIT_BYTES[kernels]) if compiled else LOGIT_BYTES[kernels]
+    logits, logit_gradient = float(tokens * shape.vocab * width), 0.0
     in_loss = kernels == FORMS_HEAD_IN_LOSS
     if not in_loss:
         logit_gradient = tokens * shape.vocab * float(BF16)

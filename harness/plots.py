@@ -140,10 +140,6 @@ def memory_parts(record: Record) -> dict[str, float] | None:
         "states": record.state_bytes / GIB,
         "gradients": (record.grad_bytes or 0) / GIB,
     }
-    # Of runs that timed a row where its gate had left a model (0.06 GiB are cuBLAS workspaces).
-    left = record.gate_detail.get("left_gib")
-    if isinstance(left, float) and left > 0.1:
-        parts["left from the gate"] = left
     rest = record.peak_memory_gib - sum(parts.values())
     name = (
         "activations, other" if record.grad_bytes is not None else "gradients, activations, other"

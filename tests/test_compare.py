@@ -20,7 +20,7 @@ RESULTS = Path(__file__).resolve().parents[1] / "results"
 def real():
     """A row that was measured once."""
     found = leaderboard.load_runs(RESULTS / "runs")[0]
-    return next(r for r in found if r.row == "adamw-fused/torch/cuda_graph")
+    return next(r for r in found if (r.row, r.seq) == ("adamw-fused/torch/cuda_graph", 512))
 
 
 def passes(record, *medians, jitter=0.01, **changes):

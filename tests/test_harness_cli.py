@@ -309,7 +309,7 @@ def test_weights_of_a_checkpoint(tmp_path, monkeypatch, capsys):
     assert code == 0, capsys.readouterr().err
     (folder,) = (tmp_path / "out").iterdir()
     (record,) = records.load(folder)[0]
-    assert (record.status, record.model, record.notes) == ("ok", "checkpoint", "")
+    assert (record.status, record.model) == ("ok", "checkpoint")
     assert record.params == 8192 * 256 + 256 * (3 * 256 + 3 * 512) + 3 * 256 + 2 * 64
 
 

@@ -260,6 +260,12 @@ def test_tile_of_a_kernel(kernel, tile):
     assert ofu_sweep.tile_of(kernel) == tile
 
 
+def test_older_instructions_keep_the_pipe_busy_for_longer():
+    assert ofu_sweep.instruction_share("cutlass_75_tensorop_bf16_s1688gemm_bf16_64x") == 1 / 2
+    assert ofu_sweep.instruction_share("cutlass_80_tensorop_bf16_s16816gemm_relu_bf16") == 2 / 3
+    assert ofu_sweep.instruction_share("nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_TNT") == 1
+
+
 def test_the_sweep_covers_aligned_and_ragged_products_in_the_time_it_promises():
     shapes = (*ofu_sweep.ALIGNED, *ofu_sweep.RAGGED)
     assert len(shapes) == len(set(shapes)) == 40
