@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from forge.kernels.rms_norm import again, unfilled
 from forge.linear import ForgeLinear, Slot, slot_of
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -85,7 +86,9 @@ class PackedLinearFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, packed: Tensor, slots: list[Slot | None], *weights: Tensor):
-        ctx.save_for_backward(x)
+        # What a norm made is not kept: its backward pass, next after this one's, makes it again.
+        ctx.again = again(x) if any(slot and not slot.deferred for slot in slots) else None
+        ctx.save_for_backward(*(() if ctx.again else (x,)))
         # Not saved tensors, which hooks may copy: only in place do the weights lie side by side.
         ctx.packed, ctx.weights, ctx.slots = packed, weights, slots
         ctx.versions = [w._version for w in weights]
@@ -93,7 +96,6 @@ class PackedLinearFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy: Tensor):
-        (x,) = ctx.saved_tensors
         packed, weights = ctx.packed, ctx.weights
         if torch.is_grad_enabled():
             raise RuntimeError(
@@ -110,12 +112,18 @@ class PackedLinearFunction(torch.autograd.Function):
             dx = torch.matmul(dy, packed if packed.dtype == dy.dtype else packed.to(dy.dtype))
         sizes = [len(w) for w in weights]
         needed = ctx.needs_input_grad[3:]
+        if not any(needed):
+            return dx, None, None, *(None for _ in weights)
+        x = ctx.again.buffer() if ctx.again else ctx.saved_tensors[0]
         parts = dy.split(sizes, dim=-1)
         missing = [
             need and (slot is None or not slot.collect(x, part))
             for need, slot, part in zip(needed, ctx.slots, parts, strict=True)
         ]
         dws: list[Tensor | None] = [None] * len(weights)
+        filler = unfilled(x) if any(missing) else None
+        if filler is not None:
+            filler.fill()
         if all(missing):
             dws = list(_product(dy, x, packed.dtype).split(sizes))
         elif any(missing):

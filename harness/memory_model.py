@@ -62,16 +62,17 @@ class Estimate:
 
 
 def saved_bytes(shape: Shape, kernels: str, compiled: bool = False) -> float:
-    """Bytes a token that one layer saves for backward.
+    """Bytes a token that one layer saves for backward: first what its linears and attention read.
 
     Raises:
         KeyError: ``kernels`` is not one of :data:`LOGIT_BYTES`.
     """
     rotated = shape.q_width + shape.kv_width
-    # Inputs of three linears; queries, keys, values and output of attention (which is the input of
-    # one of them).
-    saved = BF16 * (2 * shape.hidden + rotated + shape.kv_width)
+    # Queries, keys, values and output of attention (which is the input of a linear).
+    saved = BF16 * (rotated + shape.kv_width)
     saved += BF16 * shape.q_width
+    if kernels != "forge":  # which has the norms' backward make them again
+        saved += BF16 * 2 * shape.hidden
     # Norms save their input; transformers' save it in fp32, and their result before the weight.
     normed = shape.norms * shape.hidden + (rotated if shape.qk_norm else 0)
     saved += normed * (BF16 + FP32 if kernels == "hf" else BF16)

@@ -10,6 +10,7 @@ and backward, with n = h / sqrt(mean(h^2) + eps), g = w * dy, and dh what else a
 
 Shapes: x, residual, h, y [..., C]; w [C] (Zhang and Sennrich, arXiv 1910.07467). fp32 inside. The
 norm reads h as it is stored, and backward computes the root again: that is cheaper than a tensor.
+It can write y once more as it goes, see :class:`NormAgain`.
 """
 
 from __future__ import annotations
@@ -85,6 +86,7 @@ def _rms_norm_bwd_kernel(
     h_ptr,
     w_ptr,
     dx_ptr,
+    y_ptr,
     parts_ptr,  # fp32 [programs, C]
     rows,
     dy_pitch,
@@ -94,6 +96,7 @@ def _rms_norm_bwd_kernel(
     C: tl.constexpr,
     DH: tl.constexpr,
     DW: tl.constexpr,
+    Y: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -114,6 +117,8 @@ def _rms_norm_bwd_kernel(
         if DH:
             dx += tl.load(dh_ptr + r * dh_pitch + c, mask, other=0.0).to(tl.float32)
         tl.store(dx_ptr + r * C + c, dx.to(dx_ptr.dtype.element_ty), mask)
+        if Y:
+            tl.store(y_ptr + r * C + c, (n * w).to(y_ptr.dtype.element_ty), mask)
         if DW:
             dw += dy * n
     if DW:
@@ -128,15 +133,16 @@ def _tile(columns: int, elements: int = 2048) -> dict[str, int]:
 
 
 def rms_norm_forward(
-    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, y: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """``(y, h)`` by the kernel; ``h`` is ``x`` when there is no residual."""
+    """``(y, h)`` by the kernel; ``h`` is ``x`` when there is no residual. ``y`` may be given."""
     shape, rows = x.shape, as_rows(x)
     other, h_dtype = rows, x.dtype
     if residual is not None:
         other, h_dtype = as_rows(residual), torch.promote_types(x.dtype, residual.dtype)
     y_dtype = torch.promote_types(h_dtype, weight.dtype)
-    y = torch.empty(shape, dtype=y_dtype, device=x.device)
+    if y is None:
+        y = torch.empty(shape, dtype=y_dtype, device=x.device)
     h = torch.empty(shape, dtype=h_dtype, device=x.device) if residual is not None else x
     tile = _tile(shape[-1])
     with on_device(x):
@@ -158,9 +164,18 @@ def rms_norm_forward(
 
 
 def rms_norm_backward(
-    dy: Tensor, dh: Tensor | None, h: Tensor, weight: Tensor, eps: float, need_weight: bool
+    dy: Tensor,
+    dh: Tensor | None,
+    h: Tensor,
+    weight: Tensor,
+    eps: float,
+    need_weight: bool,
+    y: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """``dx`` in the dtype of ``h``, and fp32 [P, C] whose rows add up to ``dw``, by the kernel."""
+    """``dx`` in the dtype of ``h``, and fp32 [P, C] whose rows add up to ``dw``, by the kernel.
+
+    ``y``, contiguous, receives the forward pass's result again.
+    """
     rows, dys = as_rows(h), as_rows(dy)
     dhs = as_rows(dh) if dh is not None else dys
     columns = h.shape[-1]
@@ -180,6 +195,7 @@ def rms_norm_backward(
             rows,
             weight.contiguous(),
             dx,
+            dx if y is None else y,
             dx if parts is None else parts,
             rows.shape[0],
             dys.stride(0),
@@ -189,9 +205,73 @@ def rms_norm_backward(
             C=columns,
             DH=dh is not None,
             DW=need_weight,
+            Y=y is not None,
             **tile,
         )
     return dx, parts
+
+
+class NormAgain:
+    """Makes ``y`` once more during the backward pass, for a layer that did not keep its input.
+
+    The layer's backward asks for a :meth:`buffer`. The norm's, which comes next, fills it on its
+    way; whoever needs it earlier, or where the norm has no backward, calls :meth:`fill`.
+    """
+
+    h: Tensor | None = None
+    empty: Tensor | None = None
+
+    def remember(self, y: Tensor, h: Tensor, weight: Tensor, eps: float) -> None:
+        """``y`` is the norm of ``h``."""
+        # Detached: with its graph, h would hold the node that holds this.
+        self.h, self.weight, self.eps = h.detach(), weight.detach(), eps
+        self.versions, self.y_version, self.dtype = _versions(h, weight), y._version, y.dtype
+
+    def buffer(self) -> Tensor:
+        """``y`` [..., C], to be filled."""
+        assert self.h is not None
+        self.empty = torch.empty(self.h.shape, dtype=self.dtype, device=self.h.device)
+        self.empty._forge_norm_again = self  # type: ignore[attr-defined]
+        return self.empty
+
+    def fill(self) -> None:
+        """Write to the buffer, if nobody has yet.
+
+        Raises:
+            RuntimeError: the input of the norm, or its weight, was changed in place.
+        """
+        if self.empty is None:
+            return
+        assert self.h is not None
+        if _versions(self.h, self.weight) != self.versions:
+            raise RuntimeError(
+                "the input or the weight of a norm was changed in place after its forward pass; "
+                "the weight gradient of the layer behind it needs what they were"
+            )
+        rms_norm_forward(self.h, self.weight, self.eps, None, self.empty)
+        self.empty = None
+
+
+def _versions(*tensors: Tensor) -> list[int]:
+    return [t._version for t in tensors]
+
+
+def again(y: Tensor) -> NormAgain | None:
+    """How to make ``y`` again in the backward pass, where it is what a norm of this file returned.
+
+    None if it was written to since, and while a hook on saved tensors (a checkpoint's) is to decide
+    what is kept.
+    """
+    found = y.__dict__.get("_forge_norm_again")
+    if found is None or y._version != found.y_version:
+        return None
+    return found if torch._C._autograd._top_saved_tensors_default_hooks(True) is None else None
+
+
+def unfilled(y: Tensor) -> NormAgain | None:
+    """Who is to fill ``y``, where it is a buffer that the norm's backward pass has yet to fill."""
+    found = y.__dict__.get("_forge_norm_again")
+    return found if found is not None and found.empty is y else None
 
 
 class RMSNormFunction(torch.autograd.Function):
@@ -199,11 +279,18 @@ class RMSNormFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, collect: Collect | None
+        ctx,
+        x: Tensor,
+        weight: Tensor,
+        eps: float,
+        residual: Tensor | None,
+        collect: Collect | None,
+        again: NormAgain,
     ):
         y, h = rms_norm_forward(x, weight, eps, residual)
+        again.remember(y, h, weight, eps)
         ctx.save_for_backward(h, weight)
-        ctx.eps, ctx.collect = eps, collect
+        ctx.eps, ctx.collect, ctx.again = eps, collect, again
         ctx.dtypes = (x.dtype, residual.dtype if residual is not None else None)
         ctx.set_materialize_grads(False)
         return y if residual is None else (y, h)
@@ -212,16 +299,29 @@ class RMSNormFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy: Tensor | None, dh: Tensor | None = None):
         h, weight = ctx.saved_tensors
-        dx, dw = dh, None
+        dx, dw, again = dh, None, ctx.again
         if dy is not None:
-            dx, parts = rms_norm_backward(dy, dh, h, weight, ctx.eps, ctx.needs_input_grad[1])
+            need_weight = ctx.needs_input_grad[1]
+            dx, parts = rms_norm_backward(dy, dh, h, weight, ctx.eps, need_weight, again.empty)
+            again.empty = None
             if parts is not None and (ctx.collect is None or not ctx.collect(parts)):
                 (dw,) = column_sum(parts, weight.dtype)
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            again.h = None  # as autograd frees what it has saved
         if dx is None:
-            return None, None, None, None, None
+            return None, None, None, None, None, None
         x_dtype, residual_dtype = ctx.dtypes
         dresidual = dx.to(residual_dtype) if residual_dtype is not None else None
-        return dx.to(x_dtype), dw, None, dresidual, None
+        return dx.to(x_dtype), dw, None, dresidual, None, None
+
+
+def _apply(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, collect: Collect | None):
+    again = NormAgain()
+    found = RMSNormFunction.apply(x, weight, eps, residual, collect, again)
+    if torch.is_grad_enabled():
+        y = found if residual is None else found[0]
+        y._forge_norm_again = again
+    return found
 
 
 def rms_norm(
@@ -245,7 +345,7 @@ def rms_norm(
     _check_weight(x, weight)
     if not runs_triton(x):
         return rms_norm_reference(x, weight, eps)[0]
-    return RMSNormFunction.apply(x, weight, eps, None, collect)
+    return _apply(x, weight, eps, None, collect)
 
 
 def add_rms_norm(
@@ -276,7 +376,7 @@ def add_rms_norm(
         raise ValueError(f"residual: {tuple(residual.shape)} must be x's {tuple(x.shape)}")
     if not runs_triton(x):
         return rms_norm_reference(x, weight, eps, residual)
-    return RMSNormFunction.apply(x, weight, eps, residual, collect)
+    return _apply(x, weight, eps, residual, collect)
 
 
 def _check_weight(x: Tensor, weight: Tensor) -> None:

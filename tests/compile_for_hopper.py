@@ -174,7 +174,7 @@ def model_kernels() -> dict[str, dict[str, int]]:
             rms_norm._rms_norm_fwd_kernel, tile, C=width, RESIDUAL=True
         )
         found[f"model rms_norm backward {width}"] = model_kernel(
-            rms_norm._rms_norm_bwd_kernel, larger, C=width, DH=True, DW=True
+            rms_norm._rms_norm_bwd_kernel, larger, C=width, DH=True, DW=True, Y=True
         )
     for heads in (16, 32):
         sizes = dict(H=heads, K=8, D=128)
