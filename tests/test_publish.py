@@ -225,6 +225,45 @@ def test_pareto_front():
         assert (p not in kept) == beaten
 
 
+def test_the_front_ends_at_the_edges():
+    """What is dominated is right of it and above: also beyond its first and last point."""
+    from matplotlib.figure import Figure
+
+    axes = Figure().add_subplot()
+    axes.set(xlim=(0, 10), ylim=(0, 20))
+    plots._draw_front(axes, [(2.0, 8.0), (3.0, 4.0)])
+    (line,) = axes.lines
+    assert list(map(tuple, line.get_xydata())) == [(2, 20), (2, 8), (3, 4), (10, 4)]
+    assert axes.get_xlim() == (0, 10) and axes.get_ylim() == (0, 20)
+
+
+def test_no_two_rows_of_a_plot_have_one_name(real):
+    for run in records.by_run(real).values():
+        named = plots.labels(run)
+        assert len(set(named.values())) == len(named) == len(records.by_row(run)) > 10
+    ours = replace(real[0], key="forge-bf16", method="FORGE", states="bf16", execution="eager")
+    rows = [
+        replace(ours, row=str(i), kernels=kernels)
+        for i, kernels in enumerate(("liger", "liger", "forge"))
+    ]
+    assert plots.usual_kernels(rows) == "liger" and plots.usual_kernels(rows[1:]) == ""
+    assert list(plots.labels(rows).values()) == ["FORGE (0)", "FORGE (1)", "FORGE, forge"]
+    assert list(plots.labels(rows[1:]).values()) == ["FORGE, liger", "FORGE, forge"]
+    assert plots.labels([]) == {}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "gap"),
+    [([0.5] * 20, 0.05), ([0.0] * 5 + [1.0] * 5, 0.1), ([0.1, 0.9], 0.05), ([-0.5, 2.0], 0.1)],
+)
+def test_names_beside_lines_do_not_overlap(wanted, gap):
+    places = plots.spread_out(wanted, gap)
+    apart = [b - a for a, b in zip(places, places[1:], strict=False)]
+    assert min(apart) >= gap - 1e-9 and 0 <= places[0] and places[-1] <= 1
+    if wanted == [0.1, 0.9]:
+        assert places == wanted
+
+
 def test_memory_parts_add_up_to_the_peak(real):
     record = next(r for r in real if r.row == "adamw-fused/liger/eager")
     parts = plots.memory_parts(record)
