@@ -243,6 +243,7 @@ def _create(out: Path, settings: Settings, rows: list[Row]) -> tuple[Path, Setti
     try:
         save_settings(folder, settings)
     except OSError as error:
+        folder.rmdir()
         raise OSError(f"--out {folder}: {error}") from error
     return folder, settings
 
@@ -363,6 +364,8 @@ def regenerate(
         options.refuse(f"--runs {runs}: no such folder")
     if published != RESULTS / "published.csv" and not published.is_file():
         options.refuse(f"--published {published}: no such file")
+    if run_id is not None and readme is None:
+        options.refuse(f"--run {run_id}: chooses the README's table, give --readme too")
     board = options.checked(leaderboard.read, runs, published, include_cpu)
     options.warn(board.damaged)
     text = ""
@@ -376,12 +379,11 @@ def regenerate(
         found, damaged = profiles.load_all(runs)
         options.warn(damaged)
         text = tables.with_budget(text, found)
-    try:
+    with options.naming(f"--target {target}"):
         leaderboard.write(board, target)
-    except OSError as error:
-        raise OSError(f"--target {target}: {error}") from error
     if readme is not None:
-        write_atomically(readme, text)
+        with options.naming(f"--readme {readme}"):
+            write_atomically(readme, text)
     if as_json:
         options.show_json(json.loads(board.frame.to_json(orient="records")))
         return

@@ -165,7 +165,7 @@ def _published(
         place = f"{cells['model']}, {cells['batch']} x {cells['seq']}, {cells['hardware']}"
         said = [place, cells["source_ref"], cells["notes"]]
         cells |= dict(rank=None, notes="; ".join(filter(None, said)), status="published")
-        rows.append(_row(cells, len(data), cells["hardware"]))
+        rows.append(_row(cells, len(data), str(cells["hardware"])))
         data.append(dict(title=f"{cells['method']}, published", facts=facts, passes=[]))
     return dict(
         kind="published",

@@ -101,7 +101,7 @@ def latency_sequence(rows: Sequence[Record]) -> str | None:
     """
     timed = [record for record in rows if record.latency_ms is not None]
     lines = {
-        row: sorted(((r.seq, r.latency_ms) for r in group), key=lambda point: point[0])
+        row: sorted((r.seq, r.latency_ms or 0.0) for r in group)
         for row, group in records.by_row(timed).items()
         if len({r.seq for r in group}) > 1
     }
@@ -316,7 +316,7 @@ def _name_lines(axes: Axes, ends: Sequence[tuple[float, float, str]]) -> None:
 
 
 def spread_out(wanted: Sequence[float], gap: float) -> list[float]:
-    """Places from 0 to 1 near the ascending ``wanted``, at least ``gap`` apart, if there is room."""
+    """Places from 0 to 1 near the ascending ``wanted``, ``gap`` or more apart if there is room."""
     up, down = list(wanted), list(wanted)
     last = len(up) - 1
     for i in range(1, len(up)):

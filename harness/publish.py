@@ -25,7 +25,8 @@ SEQUENCE, PROFILES = "sequence", "profile"
 def publish(board: Board, target: Path) -> list[Path]:
     """Write the table, plots, page and Markdown of ``board`` under ``target``.
 
-    All texts are made before the first is written, and every file is replaced in one step.
+    All texts are made before the first is written, and every file is replaced in one step. Drawings
+    of runs that are no longer there are removed at the end.
 
     Returns:
         The files written.
@@ -36,6 +37,11 @@ def publish(board: Board, target: Path) -> list[Path]:
     leaderboard.write(board, target / TABLE)
     for name, text in texts.items():
         write_atomically(target / name, text)
+    for old in (target / PLOTS).glob("*/*.svg"):
+        if old.relative_to(target).as_posix() not in texts:
+            old.unlink()
+            if not any(old.parent.iterdir()):
+                old.parent.rmdir()
     return [target / name for name in (TABLE, *texts)]
 
 
@@ -162,10 +168,8 @@ def command(
         options.refuse(f"--published {published}: no such file")
     board = options.checked(leaderboard.read, runs, published, include_cpu)
     options.warn(board.damaged)
-    try:
+    with options.naming(f"--target {target}"):
         written = publish(board, target)
-    except OSError as error:
-        raise OSError(f"--target {target}: {error}") from error
     if as_json:
         options.show_json({"files": [str(path) for path in written], "damaged": board.damaged})
         return

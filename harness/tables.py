@@ -161,12 +161,18 @@ def markdown(frame: pd.DataFrame, run_id: str) -> str:
         f"one {first['hardware']}, torch {first['torch']}, {first['date']}, commit "
         f"{first['commit']}"
     )
-    single = rows["notes"].fillna("").str.split("; ").map(lambda notes: ONE_PASS in notes).any()
-    caution = (
-        f" How far another pass is from `{ONE_PASS}` is not known: close ranks are not certain."
-    )
+    notes = "; ".join(rows["notes"].fillna("")).split("; ")
+    caution = ""
+    if ONE_PASS in notes:
+        caution = (
+            f" How far another pass is from `{ONE_PASS}` is not known: close ranks are not certain."
+        )
+    elif not any(" passes: " in note for note in notes):
+        caution = (
+            " One pass a row: how far another is from it is not known; close ranks are not certain."
+        )
     lines = [
-        f"{cell(what)} (run `{cell(run_id.replace('`', ' '))}`).{caution if single else ''}",
+        f"{cell(what)} (run `{cell(run_id.replace('`', ' '))}`).{caution}",
         "",
         "| rank | method | states | model kernels | execution | ms / step | p20 to p80 | peak GiB "
         "| state B/param | tokens/s | published ms / GiB | notes |",

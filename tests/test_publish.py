@@ -194,6 +194,18 @@ def test_a_full_disk_leaves_whole_files(tmp_path, monkeypatch, capsys, real):
     assert after == before
 
 
+def test_drawings_of_a_run_that_is_gone_are_removed(tmp_path, real):
+    out, gone = tmp_path / "out", replace(real[0], run_id="gone")
+    publish.publish(board_of(tmp_path, real[0], gone), out)
+    foreign = out / "plots" / "notes.txt"
+    foreign.write_text("not of publish")
+    assert (out / "plots" / "gone" / "memory.svg").exists()
+    shutil.rmtree(tmp_path / "runs" / "gone")
+    written = publish.publish(board_of(tmp_path), out)
+    kept = {path for path in out.rglob("*") if path.is_file()}
+    assert kept == {*written, foreign} and not (out / "plots" / "gone").exists()
+
+
 def test_no_runs_at_all(tmp_path):
     (tmp_path / "runs").mkdir()
     board = leaderboard.read(tmp_path / "runs", tmp_path / "missing.csv")
