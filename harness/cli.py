@@ -374,7 +374,7 @@ def regenerate(
             run_id = max((record.run_id for record in board.rows), default=None)
         if run_id is None:
             options.refuse("--readme: the leaderboard has no measured run")
-        text = options.checked(tables.markdown, board.frame, run_id)
+        text = options.checked(tables.markdown, board.frame, run_id, brief=True)
         text = options.checked(tables.with_table, readme, text)
         found, damaged = profiles.load_all(runs)
         options.warn(damaged)

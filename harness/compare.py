@@ -18,8 +18,8 @@ from forge.harness.records import Record
 # What must be equal for a ratio of two times to be about the code.
 SAME = ("gpu", "cpu", "driver", "python", "torch", "triton", "transformers", "liger_kernel")
 CAUTION = (
-    "one pass only: that interval is of one process, and processes differ (eager rows by 10 %); "
-    "measure both with --repeat 3 before believing a small difference"
+    "one pass only: that interval is of one process, and processes differ "
+    "(eager rows by 10 to 40 %); measure both with --repeat 3 before believing a small difference"
 )
 
 

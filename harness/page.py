@@ -129,12 +129,13 @@ def _groups(board: Board) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
             rows.append(_row(cells, len(data)))
             data.append(_record(record, by_row[record.row], board.logs))
         commit = cells["commit"]
+        single = "" if len(by_row) < len(passes[first.run_id]) else ", one pass a row"
         groups.append(
             dict(
                 kind="measured",
                 run_id=first.run_id,
                 title=work(first),
-                detail=f"torch {cells['torch']}, commit {commit}, run {first.run_id}",
+                detail=f"torch {cells['torch']}, commit {commit}, run {first.run_id}{single}",
                 commit=commit,
                 date=first.date[:10],
                 mark=noise.drift_note(noise.drift_pct(passes[first.run_id]) or 0.0),

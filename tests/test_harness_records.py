@@ -290,6 +290,9 @@ def test_readme_table(tmp_path, published):
         "| 111.9 / 7.3 |" in text
     )
     assert "| GaLore r=128 | bf16 | hf | eager | oom |" in text
+    brief = tables.markdown(frame, "2026-01-02_run", brief=True).splitlines()
+    assert "| 1 | vanilla AdamW | bf16 | liger | eager | 2.0 | 4.50 | 111.9 / 7.3 |" in brief
+    assert "|  | GaLore r=128 | bf16 | hf | eager | oom |  |  |" in brief
 
 
 def make_profile(**changes):
@@ -344,7 +347,12 @@ def test_a_row_of_one_pass_among_rows_of_several_says_so(tmp_path, published):
     frame, _ = regenerate(tmp_path, published)
     first, second = frame["notes"][:2]
     assert first == "1 pass; why" and second.startswith("2 passes: ")
-    assert "How far another pass is from `1 pass`" in tables.markdown(frame, "2026-01-02_run")
+    assert "`1 pass`: how far another is from it is not known" in tables.markdown(
+        frame, "2026-01-02_run"
+    )
+    (above, *_) = tables.markdown(frame, "2026-01-02_run", brief=True).splitlines()
+    assert "Row 2: median of 2 passes: 3, 4 ms. Marked: drift of 33.3 % between passes" in above
+    assert "The other rows are one pass: how far another is from it is not known" in above
 
 
 def test_a_run_of_single_passes_says_so(tmp_path, published):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from forge.harness import leaderboard, page, publish
+from forge.harness import leaderboard, page, publish, records
 
 playwright = pytest.importorskip(
     "playwright.sync_api", reason="needs playwright: pip install playwright"
@@ -98,6 +98,13 @@ def test_sorting_stays_within_a_run(tab):
     tab.locator("thead th", has_text="rank").locator("button").click()
     assert column(tab, "rank")[:3] == ["1", "2", "3"]
     assert set(column(tab, "rank", "published")) == {""}
+
+
+def test_a_run_of_single_passes_says_so(tab, board):
+    for run_id, passes in records.by_run(board.passes).items():
+        said = tab.locator(f"tbody[data-kind=measured][data-run='{run_id}'] .group").inner_text()
+        assert ("one pass a row" in said) == (len(passes) == len(records.by_row(passes)))
+    assert "drift of" in tab.locator(".mark").first.inner_text()
 
 
 def test_filters(tab, board):

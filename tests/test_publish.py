@@ -16,7 +16,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from forge.harness import cli, files, leaderboard, page, plots, publish, records
+from forge.harness import cli, files, leaderboard, page, plots, publish, records, tables
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "results"
@@ -88,6 +88,26 @@ def test_the_recorded_runs(tmp_path):
     again = publish.publish(board, tmp_path / "b")
     for one, other in zip(written, again, strict=True):
         assert one.read_bytes() == other.read_bytes(), one
+
+
+def test_what_is_committed_was_published_from_the_recorded_runs():
+    """Drawings depend on the version of matplotlib; the names of all files, and these, do not."""
+    board = leaderboard.read(RESULTS / "runs", RESULTS / "published.csv")
+    figures = publish.draw(board)
+    hint = "forge-bench publish, forge-bench leaderboard --readme README.md"
+    table = board.frame.to_csv(index=False, lineterminator="\n")
+    assert (RESULTS / "leaderboard.csv").read_text() == table, hint
+    text = (RESULTS / "LEADERBOARD.md").read_text()
+    assert text == publish.markdown(board, figures), hint
+    drawn = {f"{figure.name}.svg" for figure in figures}
+    plots_of = RESULTS / "plots"
+    assert {p.relative_to(plots_of).as_posix() for p in plots_of.rglob("*.svg")} == drawn, hint
+    readme = (ROOT / "README.md").read_text()
+    shown = re.search(r"\(run `([^`]+)`\)", readme)[1]
+    assert (
+        tables.with_table(ROOT / "README.md", tables.markdown(board.frame, shown, True)) == readme
+    )
+    assert tables.with_budget(readme, board.profiles) == readme, hint
 
 
 def test_the_page_needs_no_network_and_ranks_no_published_row():
