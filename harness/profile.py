@@ -266,7 +266,7 @@ def _as_json(rows: list[dict[str, Any]], steps: Steps, top: int, folder: Path) -
 
 def _show(console: Console, title: str, rows: list[dict[str, Any]], steps: Steps, top: int) -> None:
     console.print(title, highlight=False, soft_wrap=True)
-    options.show_table(console, _parts_table(rows))
+    options.show_table(console, _parts_table(rows), ("pieces", "share %"))
     options.show_table(console, _kernels_table(steps, top))
 
 

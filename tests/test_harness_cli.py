@@ -208,6 +208,20 @@ def test_help_lists_commands_and_exit_codes(monkeypatch, capsys):
     assert re.findall(r"^ +(\d+)  ", shown, re.MULTILINE) == ["0", "1", "2", "130"]
 
 
+def test_every_example_of_the_help_is_a_command_that_exists():
+    """Parsed as the command line would be; docs/ has the ones that run in a test."""
+    from typer.main import get_command
+
+    group = get_command(cli.app)
+    found = [cli.HELP, *(command.help or "" for command in group.commands.values())]
+    examples = re.findall(r"^ +forge-bench (.+)$", "\n".join(found), re.MULTILINE)
+    assert len(examples) >= 1 + len(group.commands)
+    for words in (example.split() for example in examples):
+        if words != ["--install-completion"]:
+            name = "run" if words[0].startswith("-") else words.pop(0)
+            group.commands[name].make_context(name, words)  # raises on what it does not know
+
+
 def test_completion(monkeypatch, capsys):
     for name, value in (
         ("_FORGE_BENCH_COMPLETE", "complete_bash"),
