@@ -85,12 +85,24 @@ def main() -> None:
     for stop in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(stop) == signal.SIG_DFL:  # nohup ignores SIGHUP
             signal.signal(stop, signal.default_int_handler)
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    before, sys.unraisablehook = sys.unraisablehook, _interrupt_again
     with redirect_stdout(Patient(sys.stdout)), redirect_stderr(Patient(sys.stderr)):
         try:
             sys.exit(_exit_code(sys.argv[1:]))
         finally:
+            sys.unraisablehook = before
             sys.stdout.flush()
             sys.stderr.flush()
+
+
+def _interrupt_again(lost: Any) -> None:
+    # Ctrl-C during a garbage collection is raised in the next Python code, a finalizer often, and
+    # what a finalizer raises is dropped: once more, when it has ended.
+    if lost.exc_type is KeyboardInterrupt:
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+    else:
+        sys.__unraisablehook__(lost)
 
 
 def _exit_code(arguments: list[str]) -> int:

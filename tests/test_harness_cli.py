@@ -7,8 +7,11 @@ import errno
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
+import weakref
 from pathlib import Path
 
 import pandas as pd
@@ -292,6 +295,25 @@ def test_a_disk_that_is_full_from_the_start(command, named, tmp_path, monkeypatc
     left = [path for path in out.rglob("*") if path.is_file() and path.name != "log.txt"]
     assert [path.name for path in left] == (["kernels.jsonl"] if words[0] == "kernels" else [])
     assert words[0] == "kernels" or list(out.iterdir()) == []
+
+
+def test_an_interrupt_that_a_finalizer_swallows_is_not_lost(tmp_path, monkeypatch, capsys):
+    class Finalized:
+        pass
+
+    def long_work(*_):
+        dying = Finalized()
+        ref = weakref.ref(dying, lambda _: signal.raise_signal(signal.SIGINT))
+        del dying
+        for _ in range(1000):
+            time.sleep(0.01)
+        return ref
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cli.leaderboard, "read", long_work)
+    hook = sys.unraisablehook
+    assert forge_bench(monkeypatch, "leaderboard", "--runs", ".") == 130
+    assert capsys.readouterr().err == "forge-bench: interrupted\n" and sys.unraisablehook is hook
 
 
 def test_a_folder_has_one_writer(tmp_path, monkeypatch, capsys):
