@@ -95,8 +95,7 @@ def test_what_is_committed_was_published_from_the_recorded_runs():
     board = leaderboard.read(RESULTS / "runs", RESULTS / "published.csv")
     figures = publish.draw(board)
     hint = "forge-bench publish, forge-bench leaderboard --readme README.md"
-    table = board.frame.to_csv(index=False, lineterminator="\n")
-    assert (RESULTS / "leaderboard.csv").read_text() == table, hint
+    assert (RESULTS / "leaderboard.csv").read_text() == leaderboard.csv_text(board.frame), hint
     text = (RESULTS / "LEADERBOARD.md").read_text()
     assert text == publish.markdown(board, figures), hint
     drawn = {f"{figure.name}.svg" for figure in figures}
@@ -108,6 +107,20 @@ def test_what_is_committed_was_published_from_the_recorded_runs():
         tables.with_table(ROOT / "README.md", tables.markdown(board.frame, shown, True)) == readme
     )
     assert tables.with_budget(readme, board.profiles) == readme, hint
+
+
+def test_a_number_is_the_same_in_every_table():
+    """5.1148 GiB is 5.115 with four digits, and that 5.12 with three: rounded twice."""
+    board = leaderboard.read(RESULTS / "runs", RESULTS / "published.csv")
+    frame = board.frame[board.frame["source"] == "measured"]
+    named = ["run_id", "method", "states", "kernels", "execution"]
+    rows = {tuple(row[name] for name in named): row for row in frame.to_dict("records")}
+    assert len(rows) == len(board.rows)
+    shown = {"peak_memory_gib": 2, "latency_ms": 1, "state_bytes_per_param": 2, "tokens_per_s": 0}
+    for record in board.rows:
+        row = rows[tuple(getattr(record, name) for name in named)]
+        for column, places in shown.items():
+            assert f"{row[column]:.{places}f}" == f"{getattr(record, column):.{places}f}", column
 
 
 def test_the_page_needs_no_network_and_ranks_no_published_row():
