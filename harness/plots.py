@@ -107,7 +107,7 @@ def latency_sequence(rows: Sequence[Record]) -> str | None:
     }
     if not lines:
         return None
-    named = labels([record for record in timed if record.row in lines])
+    named = labels(rows)
     ways = {record.row: record.execution for record in timed}
     slowest_last = sorted(lines.items(), key=lambda line: line[1][-1][1])
     with rc_context(STYLE):
@@ -291,7 +291,7 @@ def _figure(height: float) -> tuple[Figure, Axes]:
 
 
 def _draw_front(axes: Axes, front: Sequence[tuple[float, float]]) -> None:
-    """The stairs through ``front`` to the edges: right of them and above something is better."""
+    """The stairs through ``front`` and on to the edges: right of them and above is beaten."""
     (left, right), (bottom, top) = axes.get_xlim(), axes.get_ylim()
     corners = [(front[0][0], top), *front, (right, front[-1][1])]
     axes.step(*zip(*corners, strict=True), where="post", color=INK, lw=1, ls=":", zorder=0)

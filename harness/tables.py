@@ -198,7 +198,7 @@ def _passes(rows: pd.DataFrame) -> str:
     for rank, notes in enumerate(rows["notes"].fillna("").str.split("; "), start=1):
         said += "".join(f" Row {rank}: median of {note}." for note in notes if " passes: " in note)
         drift += "".join(f" Marked: {note}." for note in notes if note.startswith("drift of "))
-    return cell(said + drift).join((" ", "")) if said else ""
+    return f" {cell(said + drift)}" if said else ""
 
 
 def _markdown_row(rank: str, row: dict[str, Any], published: pd.DataFrame) -> dict[str, str]:
