@@ -85,12 +85,24 @@ def main() -> None:
     for stop in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(stop) == signal.SIG_DFL:  # nohup ignores SIGHUP
             signal.signal(stop, signal.default_int_handler)
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    before, sys.unraisablehook = sys.unraisablehook, _interrupt_again
     with redirect_stdout(Patient(sys.stdout)), redirect_stderr(Patient(sys.stderr)):
         try:
             sys.exit(_exit_code(sys.argv[1:]))
         finally:
+            sys.unraisablehook = before
             sys.stdout.flush()
             sys.stderr.flush()
+
+
+def _interrupt_again(lost: Any) -> None:
+    # Ctrl-C during a garbage collection is raised in the next Python code, a finalizer often, and
+    # what a finalizer raises is dropped: once more, when it has ended.
+    if lost.exc_type is KeyboardInterrupt:
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+    else:
+        sys.__unraisablehook__(lost)
 
 
 def _exit_code(arguments: list[str]) -> int:
@@ -243,6 +255,7 @@ def _create(out: Path, settings: Settings, rows: list[Row]) -> tuple[Path, Setti
     try:
         save_settings(folder, settings)
     except OSError as error:
+        folder.rmdir()
         raise OSError(f"--out {folder}: {error}") from error
     return folder, settings
 
@@ -363,6 +376,8 @@ def regenerate(
         options.refuse(f"--runs {runs}: no such folder")
     if published != RESULTS / "published.csv" and not published.is_file():
         options.refuse(f"--published {published}: no such file")
+    if run_id is not None and readme is None:
+        options.refuse(f"--run {run_id}: chooses the README's table, give --readme too")
     board = options.checked(leaderboard.read, runs, published, include_cpu)
     options.warn(board.damaged)
     text = ""
@@ -371,17 +386,16 @@ def regenerate(
             run_id = max((record.run_id for record in board.rows), default=None)
         if run_id is None:
             options.refuse("--readme: the leaderboard has no measured run")
-        text = options.checked(tables.markdown, board.frame, run_id)
+        text = options.checked(tables.markdown, board.frame, run_id, brief=True)
         text = options.checked(tables.with_table, readme, text)
         found, damaged = profiles.load_all(runs)
         options.warn(damaged)
         text = tables.with_budget(text, found)
-    try:
+    with options.naming(f"--target {target}"):
         leaderboard.write(board, target)
-    except OSError as error:
-        raise OSError(f"--target {target}: {error}") from error
     if readme is not None:
-        write_atomically(readme, text)
+        with options.naming(f"--readme {readme}"):
+            write_atomically(readme, text)
     if as_json:
         options.show_json(json.loads(board.frame.to_json(orient="records")))
         return

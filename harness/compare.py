@@ -17,9 +17,11 @@ from forge.harness.records import Record
 
 # What must be equal for a ratio of two times to be about the code.
 SAME = ("gpu", "cpu", "driver", "python", "torch", "triton", "transformers", "liger_kernel")
+# What the table does without on a narrow terminal, the least important first.
+SPARE = ("memory B / A", "spread from A / B", "B ms", "A ms", "range of B / A")
 CAUTION = (
-    "one pass only: that interval is of one process, and processes differ (eager rows by 10 %); "
-    "measure both with --repeat 3 before believing a small difference"
+    "one pass only: that interval is of one process, and processes differ "
+    "(eager rows by 10 to 40 %); measure both with --repeat 3 before believing a small difference"
 )
 
 
@@ -82,7 +84,13 @@ def _memory_ratio(a: list[Record], b: list[Record]) -> float | None:
 
 
 def cautions(a: list[Record], b: list[Record], found: list[Comparison]) -> list[str]:
-    """What speaks against reading a ratio as an effect of the code."""
+    """What speaks against reading the ratios ``found`` as an effect of the code."""
+    # A commit's runs may be of several lengths: what was not compared does not matter.
+    keys = {(comparison.row, comparison.work) for comparison in found}
+    a, b = (
+        [record for key, group in _by_work(side).items() if key in keys for record in group]
+        for side in (a, b)
+    )
     said = []
     for name in ("hardware", "attention_request", "data"):
         sides = [{str(getattr(record, name)) for record in side} for side in (a, b)]
@@ -153,7 +161,8 @@ def command(
         rows = [asdict(c) for c in found]
         options.show_json({"a": a, "b": b, "rows": rows, "cautions": said})
         return
-    options.show_table(options.console(), _table(found, f"B over A, A = {a}, B = {b}"))
+    view = _table(found, f"B over A, A = {a}, B = {b}")
+    options.show_table(options.console(), view, SPARE)
     for line in said:
         typer.echo(f"caution: {line}")
 

@@ -12,6 +12,8 @@ from pathlib import Path
 import numpy as np
 
 BATCHES = 16
+# Of one batch: more than the step of any GPU holds, and 16 batches of it are 2 GiB here.
+MOST_TOKENS = 2**24
 # Every so-many-th file of the text is held out: never trained on.
 HELD_OUT = 10
 TOKENIZER = "qwen2.5-72b-instruct"  # Qwen3 kept this vocabulary: 151,643 merges and the specials.
@@ -30,8 +32,14 @@ def make_batches(source: str, batch: int, seq: int, vocab: int, seed: int) -> np
         vocab: ids are taken modulo this, which only changes them for vocabularies under Qwen's.
 
     Raises:
-        DataError: no such path, no text in it, or less than one batch.
+        DataError: no such path, no text in it, less than one batch, or a batch of more than
+            :data:`MOST_TOKENS` tokens.
     """
+    if batch * seq > MOST_TOKENS:
+        raise DataError(
+            f"--batch {batch} x --seq {seq}: {batch * seq:,} tokens a step, at most "
+            f"{MOST_TOKENS:,}: give smaller ones"
+        )
     need = BATCHES * batch * seq
     if source == "random":
         ids = np.random.default_rng(seed).integers(0, vocab, need)

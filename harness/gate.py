@@ -43,7 +43,7 @@ def command(
       forge-bench check my_package.my_module:SPEC --device cpu
     """
     where = options.device(device)
-    rows = options.rows(methods, where, kernels, execution, None)
+    rows = options.rows(methods, where, kernels, execution, None, "METHOD")
     settings = options.checked(
         Settings,
         run_id="",

@@ -181,11 +181,11 @@ def command(
             with (folder / LOG_FILE).open("a", encoding="utf-8") as log:
                 log.write(text + "\n")
 
-    say(", ".join(f"{key} {value}" for key, value in origin.items()))
-    if not on_gpu:
-        say("A CPU run: it shows that every part works and says nothing about a GPU.")
     rows: list[Row] = []
-    with options.progress(console) as progress:
+    with options.naming(f"--out {target}"), options.progress(console) as progress:
+        say(", ".join(f"{key} {value}" for key, value in origin.items()))
+        if not on_gpu:
+            say("A CPU run: it shows that every part works and says nothing about a GPU.")
         task = progress.add_task("cases", total=len(plans))
         for number, item in enumerate(plans, start=1):
             say(f"[{number}/{len(plans)}] {item.case.op} {item.case.name}, {item.tokens} tokens")

@@ -25,7 +25,8 @@ COLUMNS = (
 # The note of a row of one pass in a run with rows of several.
 ONE_PASS = "1 pass"
 INTEGERS = ("gpu_count", "batch", "seq", "steps")
-# Significant digits: more would be noise.
+# Significant digits in the file: more would be noise. What is shown is rounded from the record
+# itself: a number that is rounded twice differs between two tables.
 DIGITS = {
     "latency_ms": 5,
     "latency_p20_ms": 5,
@@ -160,9 +161,8 @@ def table(rows: Iterable[dict[str, Any]]) -> pd.DataFrame:
     frame = pd.DataFrame(list(rows), columns=list(COLUMNS))
     for column in INTEGERS:
         frame[column] = pd.to_numeric(frame[column]).astype("Int64")
-    for column, digits in DIGITS.items():
-        numbers = pd.to_numeric(frame[column])
-        frame[column] = numbers.map(lambda v, d=digits: float(f"{v:.{d}g}"), na_action="ignore")
+    for column in DIGITS:
+        frame[column] = pd.to_numeric(frame[column])
     keys = ["source", "hardware", "model", "batch", "seq", "run_id", "latency_ms", "method"]
     return frame.sort_values(keys, na_position="last", kind="stable", ignore_index=True)
 
@@ -211,6 +211,16 @@ def read(runs: Path, published: Path, include_cpu: bool = False) -> Board:
     return Board(passes, rows, frame, damaged + unreadable, profiled, printed)
 
 
+def csv_text(frame: pd.DataFrame) -> str:
+    """``leaderboard.csv`` of a :func:`table`, its numbers rounded to :data:`DIGITS`."""
+    short = frame.copy()
+    for column, digits in DIGITS.items():
+        short[column] = frame[column].map(
+            lambda v, d=digits: float(f"{v:.{d}g}"), na_action="ignore"
+        )
+    return short.to_csv(index=False, lineterminator="\n")
+
+
 def write(board: Board, target: Path) -> None:
     """Write ``leaderboard.csv`` in one step (readers see the old file or the new one)."""
-    write_atomically(target, board.frame.to_csv(index=False, lineterminator="\n"))
+    write_atomically(target, csv_text(board.frame))

@@ -100,18 +100,20 @@ class GradientMeter:
     """Most bytes of gradients that exist when an optimizer's ``step()`` begins.
 
     They are then all in memory beside weights and states, so the three add up to no more than the
-    peak. For the first step only: :meth:`stop` removes the hook before anything is timed.
+    peak. For the first step only: :meth:`stop` removes the hooks before anything is timed.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.parameters = list(model.parameters())
         self.most = 0
-        self.hook: Any = None
+        self.hooks: list[Any] = []
 
     def watch(self, optimizer: Any) -> None:
-        """Look before every step of ``optimizer``, if it is a :class:`torch.optim.Optimizer`."""
-        if isinstance(optimizer, torch.optim.Optimizer):
-            self.hook = optimizer.register_step_pre_hook(self._look)
+        """Look before every step of ``optimizer``, a :class:`torch.optim.Optimizer` or an object
+        with some as attributes (one for the matrices and one for the rest)."""
+        for part in (optimizer, *getattr(optimizer, "__dict__", {}).values()):
+            if isinstance(part, torch.optim.Optimizer):
+                self.hooks.append(part.register_step_pre_hook(self._look))
 
     def _look(self, *_: Any) -> None:
         grads = [p.grad for p in self.parameters if p.grad is not None]
@@ -119,11 +121,10 @@ class GradientMeter:
         self.most = max(self.most, held)
 
     def stop(self) -> int | None:
-        """The bytes, or ``None`` for something that is no :class:`torch.optim.Optimizer`."""
-        if self.hook is None:
-            return None
-        self.hook.remove()
-        return self.most
+        """The bytes, or ``None`` where there was no :class:`torch.optim.Optimizer` to watch."""
+        for hook in self.hooks:
+            hook.remove()
+        return self.most if self.hooks else None
 
 
 class PeakMeter:

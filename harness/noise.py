@@ -3,7 +3,7 @@
 Two sources, told apart. Where a row was measured in several passes, each in its own process and
 minutes apart, its spread is the range of their medians. Where there is one pass only, it is a
 bootstrap interval of the median of its steps: it knows nothing of what differs between processes
-(on eager rows about 10 %, results/LOG.md), so what rests on it is said with a caution.
+(on eager rows 10 to 40 %), so what rests on it is said with a caution.
 """
 
 from __future__ import annotations

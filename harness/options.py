@@ -6,7 +6,8 @@ import importlib.util
 import json
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -75,6 +76,15 @@ def checked(function: Any, *arguments: Any, **named: Any) -> Any:
         refuse(str(error))
 
 
+@contextmanager
+def naming(what: str) -> Iterator[None]:
+    """Begin the message of an OSError raised inside with ``what`` could not be written."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(f"{what}: {error}") from error
+
+
 def device(asked: str | None) -> str:
     """``cuda`` or ``cpu``."""
     found = bool(environment.gpus())
@@ -126,8 +136,9 @@ def rows(
     kernels: str | None,
     execution: str | None,
     states: str | None,
+    named: str = "--optimizers",
 ) -> list[Row]:
-    """The rows that the options choose."""
+    """The rows that the options choose; ``named`` is the one of the methods."""
     if kernels is not None and kernels not in KERNELS:
         refuse(f"--kernels: unknown {kernels!r}; valid: {', '.join(KERNELS)}")
     if execution is not None and execution not in EXECUTIONS:
@@ -136,16 +147,17 @@ def rows(
         refuse(f"--kernels {kernels}: Liger's kernels need a CUDA device; use --kernels hf")
     if device == "cpu" and execution is not None and "cuda_graph" in execution:
         refuse(f"--execution {execution}: a CUDA graph needs a CUDA device; use eager")
-    return checked(select_rows, methods(optimizers), device, kernels, execution, states)
+    chosen = methods(optimizers, named)
+    return checked(select_rows, chosen, device, kernels, execution, states, named)
 
 
-def methods(text: str) -> list[str]:
+def methods(text: str, named: str = "--optimizers") -> list[str]:
     """The methods of a comma-separated list; those of other packages can be imported then."""
     chosen = keys(text)
     if not chosen:
-        refuse(f"--optimizers: empty; valid: all, {', '.join(REGISTRY)}")
+        refuse(f"{named}: empty; valid: all, {', '.join(REGISTRY)}")
     if "all" in chosen and len(chosen) > 1:
-        refuse("--optimizers: all is every method already, give it alone")
+        refuse(f"{named}: all is every method already, give it alone")
     if any(":" in key for key in chosen):
         # A console script lacks what `python -m` has: the folder it is started in. Last, so that
         # nothing in there hides an installed package.

@@ -5,12 +5,14 @@ Text of records gets there as data (JSON with ``<`` escaped) or autoescaped, nev
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jinja2
 import pandas as pd
+from markupsafe import Markup, escape
 
 from forge.harness import leaderboard, noise, records
 from forge.harness.leaderboard import Board
@@ -81,6 +83,7 @@ def render(board: Board, plots: Sequence[Plot]) -> str:
         trim_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
+    environment.filters["breakable"] = _breakable
     environment.policies["json.dumps_kwargs"] = {"sort_keys": False, "allow_nan": False}
     groups, data = _groups(board)
     rows = [row for group in groups for row in group["rows"]]
@@ -126,12 +129,13 @@ def _groups(board: Board) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
             rows.append(_row(cells, len(data)))
             data.append(_record(record, by_row[record.row], board.logs))
         commit = cells["commit"]
+        single = "" if len(by_row) < len(passes[first.run_id]) else ", one pass a row"
         groups.append(
             dict(
                 kind="measured",
                 run_id=first.run_id,
                 title=work(first),
-                detail=f"torch {cells['torch']}, commit {commit}, run {first.run_id}",
+                detail=f"torch {cells['torch']}, commit {commit}, run {first.run_id}{single}",
                 commit=commit,
                 date=first.date[:10],
                 mark=noise.drift_note(noise.drift_pct(passes[first.run_id]) or 0.0),
@@ -162,7 +166,7 @@ def _published(
         place = f"{cells['model']}, {cells['batch']} x {cells['seq']}, {cells['hardware']}"
         said = [place, cells["source_ref"], cells["notes"]]
         cells |= dict(rank=None, notes="; ".join(filter(None, said)), status="published")
-        rows.append({**_row(cells, len(data)), "place": cells["hardware"]})
+        rows.append(_row(cells, len(data), str(cells["hardware"])))
         data.append(dict(title=f"{cells['method']}, published", facts=facts, passes=[]))
     return dict(
         kind="published",
@@ -174,7 +178,14 @@ def _published(
     )
 
 
-def _row(cells: dict[str, Any], index: int) -> dict[str, Any]:
+def _breakable(text: str) -> Markup:
+    """``text``, escaped, that a narrow column breaks after ``_`` and ``+`` and not within words."""
+    return Markup(re.sub(r"([_+])", r"\1<wbr>", str(escape(text))))  # noqa: S704 escaped
+
+
+def _row(cells: dict[str, Any], index: int, place: str = "") -> dict[str, Any]:
+    # What a phone shows of the columns that it has no room for.
+    kind = (cells["states"], cells["kernels"], cells["execution"], place)
     shown = {}
     for column in COLUMNS:
         value = cells.get(column.field)  # a published row has fewer
@@ -186,7 +197,7 @@ def _row(cells: dict[str, Any], index: int) -> dict[str, Any]:
             text = cells["status"]
         shown[column.title] = dict(text=text, value=value if number else None)
     same = {name: cells[name] or "" for name in ("execution", "states", "status", "notes")}
-    return dict(cells=shown, index=index, place="", **same)
+    return dict(cells=shown, index=index, kind=", ".join(filter(None, kind)), **same)
 
 
 def _record(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import math
 import re
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -77,15 +78,14 @@ def latency_memory(rows: Sequence[Record]) -> str | None:
                 xs, ys = zip(*these, strict=True)
                 look: Any = dict(color=COLOURS[i % len(COLOURS)], marker=MARKS.get(way, "X"))
                 axes.scatter(xs, ys, s=46, label=way, **look)
-        front = pareto_front(points)
-        stairs = zip(*(points[i] for i in front), strict=True)
-        axes.step(*stairs, where="post", color=INK, lw=1, ls=":", zorder=0)
         _log_ms(axes)
         axes.margins(x=0.08, y=0.1)
+        _draw_front(axes, [points[i] for i in pareto_front(points)])
         axes.set(xlabel="median step, ms (log scale)", ylabel="peak memory, GiB")
         marks = axes.legend(frameon=False, fontsize=8, title="dotted: Pareto front")
         axes.add_artist(marks)
-        names = [f"{i + 1}  {label(record)}" for i, record in enumerate(timed)]
+        named = labels(rows)
+        names = [f"{i + 1}  {named[record.row]}" for i, record in enumerate(timed)]
         nothing = [axes.scatter([], [], alpha=0) for _ in names]
         axes.legend(nothing, names, frameon=False, fontsize=7, labelspacing=0.25, handlelength=0,
                     handletextpad=0, loc="upper left", bbox_to_anchor=(1.0, 1.02))  # fmt: skip
@@ -101,26 +101,26 @@ def latency_sequence(rows: Sequence[Record]) -> str | None:
     """
     timed = [record for record in rows if record.latency_ms is not None]
     lines = {
-        row: sorted(((r.seq, r.latency_ms) for r in group), key=lambda point: point[0])
+        row: sorted((r.seq, r.latency_ms or 0.0) for r in group)
         for row, group in records.by_row(timed).items()
         if len({r.seq for r in group}) > 1
     }
     if not lines:
         return None
+    named = labels(rows)
+    ways = {record.row: record.execution for record in timed}
+    slowest_last = sorted(lines.items(), key=lambda line: line[1][-1][1])
     with rc_context(STYLE):
-        figure, axes = _figure(4.4)
-        for i, (row, points) in enumerate(lines.items()):
-            mark = list(MARKS.values())[i // len(COLOURS) % len(MARKS)]
-            colour = COLOURS[i % len(COLOURS)]
-            axes.plot(
-                *zip(*points, strict=True), color=colour, marker=mark, ms=5, lw=1.2, label=row
-            )
+        figure, axes = _figure(max(4.4, 1.0 + 0.16 * len(lines)))
+        for i, (row, points) in enumerate(slowest_last):
+            axes.plot(*zip(*points, strict=True), color=COLOURS[i % len(COLOURS)], lw=1.2, ms=5,
+                      marker=MARKS.get(ways[row], "X"))  # fmt: skip
         _log_ms(axes, "y")
         lengths = sorted({seq for points in lines.values() for seq, _ in points})
         axes.set_xscale("log", base=2)
         axes.set_xticks(lengths, [str(length) for length in lengths])
         axes.set(xlabel="sequence length, tokens", ylabel="median step, ms (log scale)")
-        axes.legend(frameon=False, fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+        _name_lines(axes, [(*points[-1], named[row]) for row, points in slowest_last])
         return _svg(figure, "Step time over sequence length")
 
 
@@ -166,8 +166,9 @@ def memory_by_part(rows: Sequence[Record]) -> str | None:
             left = [a + b for a, b in zip(left, widths, strict=True)]
         for place, total in zip(places, left, strict=True):
             _beside(axes, total, place, f"{total:.2f}")
-        axes.set_yticks(places, [label(record) for record, _ in bars], fontsize=8)
-        axes.invert_yaxis()
+        named = labels(rows)
+        axes.set_yticks(places, [named[record.row] for record, _ in bars], fontsize=8)
+        axes.set(xlim=(0, 1.08 * max(left)), ylim=(len(bars) - 0.4, -0.6))
         axes.set_xlabel("peak memory, GiB")
         axes.legend(
             frameon=False, fontsize=8, ncols=3, loc="lower left", bbox_to_anchor=(-0.3, 1.0)
@@ -260,12 +261,25 @@ def _band(axes: Axes, xs: Sequence[float], lines: Any, name: str, look: Any) -> 
     axes.fill_between(xs, low, high, color=look["color"], alpha=0.2, lw=0)
 
 
-def label(record: Record) -> str:
-    """The method with what sets it apart from rows of the same name."""
-    kernels = f", {record.kernels}" if record.kernels == "liger+flce" else ""
-    way = "" if record.execution == "eager" else f", {record.execution}"
-    states = f" {record.states}" if record.states != "bf16" else ""
-    return f"{record.method}{states}{kernels}{way}"
+def usual_kernels(rows: Sequence[Record]) -> str:
+    """The model kernels of more than half of ``rows``, which labels leave out; empty: none are."""
+    counts = Counter(record.kernels for record in rows)
+    kernels, count = counts.most_common(1)[0] if rows else ("", 0)
+    return kernels if 2 * count > len(rows) else ""
+
+
+def labels(rows: Sequence[Record]) -> dict[str, str]:
+    """A name for every row of ``rows``, no two the same, by the row's id: the method with its
+    states, kernels and execution where they are not bf16, the usual ones and eager."""
+    usual = usual_kernels(rows)
+    found: dict[str, str] = {}
+    for record in rows:
+        states = f" {record.states}" if record.states != "bf16" else ""
+        kernels = f", {record.kernels}" if record.kernels != usual else ""
+        way = f", {record.execution}" if record.execution != "eager" else ""
+        found[record.row] = f"{record.method}{states}{kernels}{way}"
+    often = Counter(found.values())
+    return {row: f"{name} ({row})" if often[name] > 1 else name for row, name in found.items()}
 
 
 def _figure(height: float) -> tuple[Figure, Axes]:
@@ -274,6 +288,47 @@ def _figure(height: float) -> tuple[Figure, Axes]:
     axes.grid(color=INK, alpha=0.15, lw=0.6)
     axes.set_axisbelow(True)
     return figure, axes
+
+
+def _draw_front(axes: Axes, front: Sequence[tuple[float, float]]) -> None:
+    """The stairs through ``front`` and on to the edges: right of them and above is beaten."""
+    (left, right), (bottom, top) = axes.get_xlim(), axes.get_ylim()
+    corners = [(front[0][0], top), *front, (right, front[-1][1])]
+    axes.step(*zip(*corners, strict=True), where="post", color=INK, lw=1, ls=":", zorder=0)
+    axes.set(xlim=(left, right), ylim=(bottom, top))
+
+
+def _name_lines(axes: Axes, ends: Sequence[tuple[float, float, str]]) -> None:
+    """Write names right of the axes, whose y is logarithmic, each joined to its line's end.
+
+    Args:
+        ends: x and y of the end, from the lowest, and the name.
+    """
+    low, high = (math.log(limit) for limit in axes.get_ylim())
+    wanted = [(math.log(y) - low) / (high - low) for _, y, _ in ends]
+    for (x, y, name), place in zip(
+        ends, spread_out(wanted, 0.98 / max(len(ends), 22)), strict=True
+    ):
+        joint: Any = dict(arrowstyle="-", relpos=(0, 0.5), shrinkA=1, shrinkB=3)
+        joint |= dict(color=INK, lw=0.4, alpha=0.6)
+        axes.annotate(name, (x, y), (1.1, place), textcoords="axes fraction", va="center",
+                      fontsize=7, arrowprops=joint)  # fmt: skip
+
+
+def spread_out(wanted: Sequence[float], gap: float) -> list[float]:
+    """Places from 0 to 1 near the ascending ``wanted``, ``gap`` or more apart if there is room."""
+    up, down = list(wanted), list(wanted)
+    last = len(up) - 1
+    for i in range(1, len(up)):
+        up[i] = max(up[i], up[i - 1] + gap)
+        down[last - i] = min(down[last - i], down[last - i + 1] - gap)
+    # Both keep the distance, so does what lies in the middle of them.
+    places = [(a + b) / 2 for a, b in zip(up, down, strict=True)]
+    for i in range(len(places)):
+        places[i] = max(places[i], i * gap)
+    for i in range(len(places)):
+        places[last - i] = min(places[last - i], 1 - i * gap)
+    return places
 
 
 def _number_points(axes: Axes, points: Sequence[tuple[float, float]]) -> None:

@@ -122,7 +122,7 @@ def _step_of(row: Row, config: Any, batches: list[Any], device: str, attention: 
 
 
 def command(
-    method: Annotated[str, typer.Argument(help="one method, as in --optimizers")],
+    method: Annotated[str, typer.Argument(metavar="METHOD", help="one method, as in --optimizers")],
     model: Annotated[
         str | None, typer.Option(help=f"{', '.join(MODELS)} (default: 0.6b, tiny on a CPU)")
     ] = None,
@@ -147,7 +147,7 @@ def command(
       forge-bench profile adamw-fused --kernels torch --execution compile+cuda_graph
     """
     where = options.device(device)
-    rows = options.rows(method, where, kernels, execution, None)
+    rows = options.rows(method, where, kernels, execution, None, "METHOD")
     if len(rows) != 1:
         options.refuse(f"profile {method}: one method at a time")
     (row,) = rows
@@ -177,36 +177,38 @@ def command(
         progress.update(task, advance=steps, description="reading the trace")
         found = trace.read_steps(folder / TRACE_FILE)
         progress.advance(task)
-    # On a CPU the profiler slows the work itself.
-    wall_ms = statistics.median(plain) if where == "cuda" else found.wall_ms
-    ranked = ranking(found, wall_ms, floors_ms(row, config, batch, seq, name))
-    write(folder, ranked, found)
-    kept = Profile(
-        run_id=folder.name,
-        row=row.id,
-        method=row.spec.method,
-        model=MODELS[key].name,
-        batch=batch,
-        seq=seq,
-        precision="bf16",
-        hardware=name,
-        gpu_count=int(where == "cuda"),
-        date=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        steps=steps,
-        wall_ms=wall_ms,
-        launches=found.launches,
-        parts=ranked,
-        environment=environment.describe(),
-    )
-    profiles.save(folder, kept)
-    title = f"{row.id}, {MODELS[key].name}, batch {batch}, sequence {seq}, on {name}: "
-    title += f"{wall_ms:.2f} ms a step, {len(found.work) / steps:,.0f} kernels or operators, "
-    title += f"{found.launches:,.0f} launches"
-    if where == "cpu" and _gradients(row) != STORED:
-        title += "\nThe update runs inside backward; on a CPU its operators count with the others."
-    shown = Console(file=io.StringIO(), width=180)
-    _show(shown, title, ranked, found, top)
-    write_atomically(folder / TABLE_FILE, shown.file.getvalue())  # type: ignore[attr-defined]
+        # On a CPU the profiler slows the work itself.
+        wall_ms = statistics.median(plain) if where == "cuda" else found.wall_ms
+        ranked = ranking(found, wall_ms, floors_ms(row, config, batch, seq, name))
+        write(folder, ranked, found)
+        kept = Profile(
+            run_id=folder.name,
+            row=row.id,
+            method=row.spec.method,
+            model=MODELS[key].name,
+            batch=batch,
+            seq=seq,
+            precision="bf16",
+            hardware=name,
+            gpu_count=int(where == "cuda"),
+            date=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+            steps=steps,
+            wall_ms=wall_ms,
+            launches=found.launches,
+            parts=ranked,
+            environment=environment.describe(),
+        )
+        profiles.save(folder, kept)
+        title = f"{row.id}, {MODELS[key].name}, batch {batch}, sequence {seq}, on {name}: "
+        title += f"{wall_ms:.2f} ms a step, {len(found.work) / steps:,.0f} kernels or operators, "
+        title += f"{found.launches:,.0f} launches"
+        if where == "cpu" and _gradients(row) != STORED:
+            title += (
+                "\nThe update runs inside backward; on a CPU its operators count with the others."
+            )
+        shown = Console(file=io.StringIO(), width=180)
+        _show(shown, title, ranked, found, top)
+        write_atomically(folder / TABLE_FILE, shown.file.getvalue())  # type: ignore[attr-defined]
     if as_json:
         report = dict(row=asdict(row), steps=steps, wall_ms=wall_ms, launches=found.launches)
         print(json.dumps(report | _as_json(ranked, found, top, folder), indent=1))
@@ -233,8 +235,10 @@ def _folder(out: Path, row: Row, workload: str, name: str) -> Path:
 def _removed_unless_done(folder: Path) -> Iterator[None]:
     try:
         yield
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(folder, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise OSError(f"{folder}: {error}; nothing is kept") from error
         raise
 
 
@@ -262,7 +266,7 @@ def _as_json(rows: list[dict[str, Any]], steps: Steps, top: int, folder: Path) -
 
 def _show(console: Console, title: str, rows: list[dict[str, Any]], steps: Steps, top: int) -> None:
     console.print(title, highlight=False, soft_wrap=True)
-    options.show_table(console, _parts_table(rows))
+    options.show_table(console, _parts_table(rows), ("pieces", "share %"))
     options.show_table(console, _kernels_table(steps, top))
 
 

@@ -25,7 +25,8 @@ SEQUENCE, PROFILES = "sequence", "profile"
 def publish(board: Board, target: Path) -> list[Path]:
     """Write the table, plots, page and Markdown of ``board`` under ``target``.
 
-    All texts are made before the first is written, and every file is replaced in one step.
+    All texts are made before the first is written, and every file is replaced in one step. Drawings
+    of runs that are no longer there are removed at the end.
 
     Returns:
         The files written.
@@ -36,6 +37,11 @@ def publish(board: Board, target: Path) -> list[Path]:
     leaderboard.write(board, target / TABLE)
     for name, text in texts.items():
         write_atomically(target / name, text)
+    for old in (target / PLOTS).glob("*/*.svg"):
+        if old.relative_to(target).as_posix() not in texts:
+            old.unlink()
+            if not any(old.parent.iterdir()):
+                old.parent.rmdir()
     return [target / name for name in (TABLE, *texts)]
 
 
@@ -47,10 +53,11 @@ def draw(board: Board) -> list[Plot]:
         memory_kind = next((r.memory_kind for r in run if r.memory_kind), "")
         for name, draws, what, caption in (
             ("latency-memory", plots.latency_memory, "Step time against peak memory",
-             "Left and down is better. Numbers are ranks by step time."),
+             "Left and down is better. Numbers are ranks by step time." + _usual(run)),
             ("memory", plots.memory_by_part, "Peak memory by part",
              f"Of the peak ({memory_kind}): weights, optimizer states and the gradients that exist "
-             "when the optimizer's step begins are counted; the rest is what remains."),
+             "when the optimizer's step begins are counted; the rest is what remains."
+             + _usual(run)),
         ):  # fmt: skip
             svg = draws(run)
             if svg:
@@ -62,7 +69,7 @@ def draw(board: Board) -> list[Plot]:
         if svg:
             ids = tuple(records.by_run(group))
             title = f"Step time over sequence length: {', '.join(key)}"
-            caption = "Runs of one machine, one commit and one version of torch."
+            caption = "Runs of one machine, one commit and one version of torch." + _usual(group)
             found.append(Plot(f"{SEQUENCE}/{_slug('_'.join(key))}", title, caption, svg, ids))
     return found + [plot for profile in board.profiles for plot in _time_by_part(profile, rows)]
 
@@ -80,7 +87,7 @@ def _time_by_part(profile: Profile, rows: Sequence[Record]) -> list[Plot]:
     commit = str(made.get("commit") or "unknown") + ("-dirty" if made.get("dirty") else "")
     caption = f"Commit {commit}, torch {made.get('torch')}."
     if profile.gpu_count:
-        caption += f" {profile.launches:,.0f} launches a step."
+        caption += f" The host launches {profile.launches:,.0f} times a step; a CUDA graph is one."
     if any(part.get("floor_ms") is not None for part in profile.parts):
         caption += (
             " The floor is the least time that the GPU can take for the part (forge-bench "
@@ -88,6 +95,11 @@ def _time_by_part(profile: Profile, rows: Sequence[Record]) -> list[Plot]:
         )
     title = f"Time by part, {profile.row}: {page.work(profile)}"
     return [Plot(f"{PROFILES}/{_slug(profile.run_id)}", title, caption, svg, ids)]
+
+
+def _usual(rows: Sequence[Record]) -> str:
+    kernels = plots.usual_kernels(rows)
+    return f" Model kernels are {kernels} where none are named." if kernels else ""
 
 
 def _comparable(rows: Sequence[Record]) -> dict[tuple[str, ...], list[Record]]:
@@ -156,10 +168,8 @@ def command(
         options.refuse(f"--published {published}: no such file")
     board = options.checked(leaderboard.read, runs, published, include_cpu)
     options.warn(board.damaged)
-    try:
+    with options.naming(f"--target {target}"):
         written = publish(board, target)
-    except OSError as error:
-        raise OSError(f"--target {target}: {error}") from error
     if as_json:
         options.show_json({"files": [str(path) for path in written], "damaged": board.damaged})
         return

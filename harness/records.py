@@ -14,6 +14,8 @@ from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin, get_ty
 Status = Literal["ok", "oom", "unsupported", "skipped", "failed"]
 STATUSES: tuple[str, ...] = get_args(Status)
 RECORDS_FILE = "records.jsonl"
+# What all records of a run have in common.
+WORK = ("model", "batch", "seq", "precision", "hardware", "gpu_count")
 
 
 @dataclass(frozen=True)
@@ -153,10 +155,16 @@ def load(folder: Path) -> tuple[list[Record], list[str]]:
 
     Returns:
         The records, and one message for every line that could not be read (a run killed in the
-        middle of a write leaves one) or has the row and pass of an earlier line.
+        middle of a write leaves one), has the row and pass of an earlier line, or is of other work
+        than its run's first record: the rows of a run are ranked together.
     """
 
+    works: dict[str, tuple] = {}
+
     def identity(record: Record) -> tuple[tuple, str]:
+        work = tuple(getattr(record, name) for name in WORK)
+        if work != works.setdefault(record.run_id, work):
+            raise ValueError(f"of other work or hardware than the run's first record: {work}")
         key = (record.run_id, record.row, record.repeat)
         return key, f"pass {record.repeat + 1} of {record.row}"
 

@@ -135,6 +135,10 @@ def floor(shape: Shape, batch: int, seq: int, hardware: Hardware, states: str) -
     }
 
 
+# What the table does without on a narrow terminal, the least important first.
+SPARE = ("GFLOP", "MB", "share %", "compute ms", "memory ms")
+
+
 def command(
     model: Annotated[str, typer.Argument(help=MODEL_HELP)],
     batch: Annotated[int, typer.Option(min=1)] = 1,
@@ -164,7 +168,7 @@ def command(
         f"{name}, batch {batch}, sequence {seq}, bf16, {states} states, on {hardware}: "
         f"{gpu.gemm_tflops:.0f} TFLOP/s, {gpu.copy_tb_s:.2f} TB/s achievable"
     )
-    options.show_table(options.console(), _table(found, title))
+    options.show_table(options.console(), _table(found, title), SPARE)
 
 
 def _table(found: dict[str, Any], title: str) -> Table:

@@ -56,6 +56,7 @@ def select_rows(
     kernels: str | None = None,
     execution: str | None = None,
     states: str | None = None,
+    named: str = "--optimizers",
 ) -> list[Row]:
     """Rows of a run.
 
@@ -64,6 +65,7 @@ def select_rows(
             installed plug-ins too, plus :data:`VARIANTS` unless ``kernels`` or ``execution`` asks
             for one kind.
         states: keep methods that store their state this way.
+        named: the parameter that ``keys`` come from, for the message of an error.
 
     Raises:
         ValueError: a key without a spec, or nothing is left; the message names the valid values.
@@ -74,7 +76,7 @@ def select_rows(
         try:
             find(key)
         except ValueError as error:
-            raise ValueError(f"--optimizers: {error}") from error
+            raise ValueError(f"{named}: {error}") from error
     way = execution or "eager"
     rows = [Row(key, kernels or default_kernels(device, way), way) for key in chosen]
     if everything and kernels is None and execution is None:

@@ -135,8 +135,11 @@ def method(spec: OptimizerSpec, installed: Callable[[str], str]) -> dict[str, An
     return {**facts, "package": package, "version": installed(package)}
 
 
-def markdown(frame: pd.DataFrame, run_id: str) -> str:
+def markdown(frame: pd.DataFrame, run_id: str, brief: bool = False) -> str:
     """The measured rows of ``run_id`` and the published rows of the same work, as Markdown.
+
+    Args:
+        brief: only the columns that a phone has room for; what the notes say of passes is above.
 
     Raises:
         ValueError: the leaderboard has no such run.
@@ -161,33 +164,54 @@ def markdown(frame: pd.DataFrame, run_id: str) -> str:
         f"one {first['hardware']}, torch {first['torch']}, {first['date']}, commit "
         f"{first['commit']}"
     )
-    single = rows["notes"].fillna("").str.split("; ").map(lambda notes: ONE_PASS in notes).any()
-    caution = (
-        f" How far another pass is from `{ONE_PASS}` is not known: close ranks are not certain."
-    )
+    notes = "; ".join(rows["notes"].fillna("")).split("; ")
+    unsure = "how far another is from it is not known, close ranks are not certain."
+    caution = _passes(rows) if brief else ""
+    if ONE_PASS in notes:
+        caution += f" {'The other rows are one pass' if brief else f'`{ONE_PASS}`'}: {unsure}"
+    elif not any(" passes: " in note for note in notes):
+        caution += f" One pass a row: {unsure}"
+    names = [name for name in _MARKDOWN if not brief or name not in _NOT_BRIEF]
     lines = [
-        f"{cell(what)} (run `{cell(run_id.replace('`', ' '))}`).{caution if single else ''}",
+        f"{cell(what)} (run `{cell(run_id.replace('`', ' '))}`).{caution}",
         "",
-        "| rank | method | states | model kernels | execution | ms / step | p20 to p80 | peak GiB "
-        "| state B/param | tokens/s | published ms / GiB | notes |",
-        "|--:|---|---|---|---|--:|--:|--:|--:|--:|--:|---|",
+        f"| {' | '.join(names)} |",
+        f"|{'|'.join(_MARKDOWN[name] for name in names)}|",
     ]
     for rank, row in enumerate(rows.to_dict("records"), start=1):
-        lines.append(_markdown_row(str(rank), row, published))
+        cells = _markdown_row(str(rank), row, published)
+        lines.append(f"| {' | '.join(cell(cells[name]) for name in names)} |")
     return "\n".join(lines)
 
 
-def _markdown_row(rank: str, row: dict[str, Any], published: pd.DataFrame) -> str:
+# Columns, and how Markdown sets them.
+_MARKDOWN = dict.fromkeys(("rank",), "--:")
+_MARKDOWN |= dict.fromkeys(("method", "states", "model kernels", "execution"), "---")
+_MARKDOWN |= dict.fromkeys(("ms / step", "p20 to p80", "peak GiB", "state B/param"), "--:")
+_MARKDOWN |= dict.fromkeys(("tokens/s", "published ms / GiB"), "--:") | {"notes": "---"}
+_NOT_BRIEF = ("p20 to p80", "state B/param", "tokens/s", "notes")
+
+
+def _passes(rows: pd.DataFrame) -> str:
+    """What the notes of ``rows`` say of passes and drift, in sentences that name the ranks."""
+    said, drift = "", ""
+    for rank, notes in enumerate(rows["notes"].fillna("").str.split("; "), start=1):
+        said += "".join(f" Row {rank}: median of {note}." for note in notes if " passes: " in note)
+        drift += "".join(f" Marked: {note}." for note in notes if note.startswith("drift of "))
+    return f" {cell(said + drift)}" if said else ""
+
+
+def _markdown_row(rank: str, row: dict[str, Any], published: pd.DataFrame) -> dict[str, str]:
     theirs = ""
     key = tuple(row[column] for column in PUBLISHED_KEY)
     if key in published.index:
         other = published.loc[key]
         theirs = f"{_number(other['latency_ms'], 1)} / {_number(other['peak_memory_gib'], 1)}"
     if row["status"] != "ok":
-        rank, cells = "", [row["status"], "", "", "", ""]
+        rank, numbers = "", [row["status"], "", "", "", ""]
     else:
         spread = f"{_number(row['latency_p20_ms'], 1)} to {_number(row['latency_p80_ms'], 1)}"
-        cells = [
+        numbers = [
             _number(row["latency_ms"], 1),
             spread,
             _number(row["peak_memory_gib"], 2),
@@ -196,7 +220,7 @@ def _markdown_row(rank: str, row: dict[str, Any], published: pd.DataFrame) -> st
         ]
     what = [row[column] for column in ("method", "states", "kernels", "execution")]
     notes = textwrap.shorten(_text(row["notes"]), 120)
-    return f"| {' | '.join(map(cell, [rank, *what, *cells, theirs, notes]))} |"
+    return dict(zip(_MARKDOWN, [rank, *what, *numbers, theirs, notes], strict=True))
 
 
 def cell(text: str) -> str:

@@ -206,11 +206,15 @@ def _create(out: Path, settings: Settings) -> tuple[Path, Settings]:
     try:
         workload = "validate" if settings.device == "cuda" else "validate-trial"
         folder = new_folder(out, workload, settings.hardware, commit)
-        settings = replace(settings, run_id=folder.name)
-        text = json.dumps(asdict(settings), indent=1) + "\n"
-        write_atomically(folder / SETTINGS_FILE, text)
     except OSError as error:
         options.refuse(f"--out {out}: {error}")
+    settings = replace(settings, run_id=folder.name)
+    text = json.dumps(asdict(settings), indent=1) + "\n"
+    try:
+        write_atomically(folder / SETTINGS_FILE, text)
+    except OSError as error:
+        folder.rmdir()
+        raise OSError(f"--out {folder}: {error}") from error
     return folder, settings
 
 

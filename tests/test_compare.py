@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 
-from forge.harness import cli, leaderboard, noise, records
+from forge.harness import cli, leaderboard, noise, options, records
 from forge.harness.compare import CAUTION, cautions, compare, side
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
@@ -67,10 +69,18 @@ def test_other_work_and_failed_rows_are_left_out(real):
 def test_what_differs_is_said(real):
     (a,) = passes(real, 10.0, environment={"torch": "2.11.0"})
     (b,) = passes(real, 10.0, environment={"torch": "2.13.0", "dirty": True}, hardware="H100")
-    said = cautions([a], [b], [])
+    said = cautions([a], [b], compare([a], [b]))
     assert "hardware differs: H200 against H100" in said
     assert "torch differs: 2.11.0 against 2.13.0" in said
     assert "B was measured on a checkout with changes" in said
+
+
+def test_what_was_not_compared_is_no_caution(real):
+    """A commit's runs of two lengths, with other data each, against a run of one of them."""
+    a, b = passes(real, 10.0, 11.0), passes(real, 10.0, 11.0)
+    longer = passes(real, 50.0, 51.0, seq=4096, data="another", environment={"torch": "0"})
+    found = compare([*a, *longer], b)
+    assert len(found) == 1 and cautions([*a, *longer], b, found) == []
 
 
 def test_the_bootstrap_covers_the_median():
@@ -111,6 +121,25 @@ def test_the_command(runs, monkeypatch, capsys):
     assert forge_bench(monkeypatch, "compare", "two", "one", "--runs", runs, "--json") == 0
     (row,) = json.loads(capsys.readouterr().out)["rows"]
     assert row["verdict"] == "faster" and row["ratio"] == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kept"),
+    [
+        ("compare one two", ("2.000", "slower", "B is")),
+        ("roofline qwen3-0.6b", ("3.51", "floor")),
+        ("estimate qwen3-0.6b", ("4.46", "peak")),
+    ],
+)
+def test_a_narrow_terminal_keeps_what_the_table_is_for(runs, arguments, kept, monkeypatch, capsys):
+    narrow = Console(width=40, force_terminal=True, color_system=None)
+    monkeypatch.setattr(options, "console", lambda **_: narrow)
+    runs_of = ["--runs", runs] if arguments.startswith("compare") else []
+    assert forge_bench(monkeypatch, *arguments.split(), *runs_of) == 0
+    shown = re.sub(r"\s*\n\s*", "\n", capsys.readouterr().out)
+    table = [line for line in shown.splitlines() if line[:1] in "┃│"]
+    assert all(any(word in line for line in table) for word in kept), shown
+    assert max(map(len, table)) <= 40
 
 
 @pytest.mark.parametrize(

@@ -148,6 +148,33 @@ def test_the_readme(monkeypatch):
     subprocess.run(["make", "-n", *targets], cwd=ROOT, check=True, capture_output=True)
 
 
+def test_what_the_readme_says_of_the_numbers_is_what_was_measured():
+    from forge.harness import leaderboard, noise, records
+
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    shown = re.search(r"\(run `([^`]+)`\)", text)[1]
+    passes = leaderboard.load_runs(ROOT / "results" / "runs")[0]
+    rows = leaderboard.merge_repeats(passes)
+
+    def factor(seq: int) -> float:
+        last = max(row.run_id for row in rows if row.seq == seq)
+        run = shown if seq == 512 else last
+        ms = {row.row: row.latency_ms for row in rows if row.run_id == run}
+        return ms["adamw-fused/torch/compile+cuda_graph"] / ms["forge-bf16/forge/cuda_graph"]
+
+    said = re.sub(r"\s+", " ", text)
+    assert f"FORGE in that setting is {factor(512):.1f} times as fast" in said
+    assert f"sequence 4096, where the factor is {factor(4096):.1f}." in said
+    of_run = records.by_row(passes)
+    apart = [
+        max(medians) / min(medians)
+        for group in of_run.values()
+        for medians in [noise.pass_medians([r for r in group if r.run_id == shown])]
+        if len(medians) > 1
+    ]
+    assert f"the passes of one row lie up to {100 * (max(apart) - 1):.0f} % apart" in said
+
+
 def test_every_page_is_linked_once_from_the_readme():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     for page in PAGES:

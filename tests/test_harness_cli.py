@@ -7,8 +7,11 @@ import errno
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
+import weakref
 from pathlib import Path
 
 import pandas as pd
@@ -45,6 +48,8 @@ def forge_bench(monkeypatch, *arguments):
         ("--weights {tmp} --model qwen3-tiny", "--model and --weights: a checkpoint brings"),
         ("--batch 0", "--batch"),
         ("--seq 1", "--seq"),
+        ("--seq 999999999 --data random", "--batch 1 x --seq 999999999: 999,999,999 tokens a"),
+        ("check adamw --batch 999999 --data random", "--batch 999999 x --seq 128: 127,999,872"),
         ("--steps 0", "--steps"),
         ("--warmup 0", "--warmup"),
         ("--repeat 0", "--repeat"),
@@ -58,7 +63,7 @@ def forge_bench(monkeypatch, *arguments):
         ("--data=", "--data: empty, give a value"),
         ("run --weights=", "--weights: empty, give a value"),
         ("--optimizers all,adamw", "--optimizers: all is every method already, give it alone"),
-        ("check all,adamw", "--optimizers: all is every method already, give it alone"),
+        ("check all,adamw", "METHOD: all is every method already, give it alone"),
         ("check adamw --seed -1", "--seed"),
         ("--states fp7", "--states: no chosen method stores 'fp7'; valid: bf16"),
         ("--kernels x", "--kernels: unknown 'x'; valid: hf, liger"),
@@ -77,6 +82,7 @@ def forge_bench(monkeypatch, *arguments):
         ("--bogus", "No such option: --bogus"),
         ("bogus", "unknown command bogus; valid: check, compare"),
         ("leaderboard --runs /no/such", "--runs /no/such: no such folder"),
+        ("leaderboard --runs . --run x", "--run x: chooses the README's table, give --readme too"),
         ("publish --runs /no/such", "--runs /no/such: no such folder"),
         ("leaderboard --runs . --published no.csv", "--published no.csv: no such file"),
         ("publish --runs . --published no.csv", "--published no.csv: no such file"),
@@ -84,7 +90,7 @@ def forge_bench(monkeypatch, *arguments):
         ("compare a b --runs /no/such", "a: no such run folder, run or commit in /no/such"),
         ("compare a", "Missing argument 'B'"),
         ("check", "Missing argument 'METHOD'"),
-        ("check nope", "--optimizers: unknown nope; valid: all"),
+        ("check nope", "METHOD: unknown nope; valid: all"),
         ("check adamw --model gpt", "--model: unknown 'gpt'; valid: qwen3-tiny"),
         ("list extra", "unexpected extra argument"),
     ],
@@ -205,6 +211,20 @@ def test_help_lists_commands_and_exit_codes(monkeypatch, capsys):
     assert re.findall(r"^ +(\d+)  ", shown, re.MULTILINE) == ["0", "1", "2", "130"]
 
 
+def test_every_example_of_the_help_is_a_command_that_exists():
+    """Parsed as the command line would be; docs/ has the ones that run in a test."""
+    from typer.main import get_command
+
+    group = get_command(cli.app)
+    found = [cli.HELP, *(command.help or "" for command in group.commands.values())]
+    examples = re.findall(r"^ +forge-bench (.+)$", "\n".join(found), re.MULTILINE)
+    assert len(examples) >= 1 + len(group.commands)
+    for words in (example.split() for example in examples):
+        if words != ["--install-completion"]:
+            name = "run" if words[0].startswith("-") else words.pop(0)
+            group.commands[name].make_context(name, words)  # raises on what it does not know
+
+
 def test_completion(monkeypatch, capsys):
     for name, value in (
         ("_FORGE_BENCH_COMPLETE", "complete_bash"),
@@ -236,6 +256,64 @@ def test_a_full_disk_ends_a_run_with_one_line_and_its_records(tmp_path, monkeypa
     (folder,) = tmp_path.iterdir()
     assert json.loads((folder / "run.json").read_text())["run_id"] == folder.name
     assert len(records.load(folder)[0]) >= 1
+
+
+@pytest.mark.parametrize(
+    ("command", "named"),
+    [
+        ("run --optimizers adalomo --data random --seq 16", "--out {out}/"),
+        ("validate --steps 1 --seeds 1 --methods fp32-master", "--out {out}/"),
+        ("profile adamw --steps 1 --warmup 1 --seq 16", "{out}/"),
+        ("kernels --op rms_norm", "--out {out}/k.csv"),
+        ("publish --runs .", "--target {out}"),
+        ("leaderboard --runs .", "--target {out}"),
+    ],
+)
+def test_a_disk_that_is_full_from_the_start(command, named, tmp_path, monkeypatch, capsys):
+    """Exit code 1, one line that names what could not be written, and no half of it is left."""
+    import torch
+
+    def full(_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(records.os, "fsync", full)
+    monkeypatch.setattr(environment, "gpus", lambda: [])
+    out = tmp_path / "out"
+    where = dict(kernels=["--out", f"{out}/k.csv"], publish=["--target", str(out)],
+                 leaderboard=["--target", f"{out}/l.csv"])  # fmt: skip
+    words = command.split()
+    threads = torch.get_num_threads()
+    try:
+        code = forge_bench(monkeypatch, *words, *where.get(words[0], ["--out", str(out)]))
+    finally:
+        torch.set_num_threads(threads)
+    assert code == 1
+    error = capsys.readouterr().err
+    last = error.splitlines()[-1]
+    assert last.startswith(f"forge-bench: {named.format(out=out)}") and "No space left" in last
+    left = [path for path in out.rglob("*") if path.is_file() and path.name != "log.txt"]
+    assert [path.name for path in left] == (["kernels.jsonl"] if words[0] == "kernels" else [])
+    assert words[0] == "kernels" or list(out.iterdir()) == []
+
+
+def test_an_interrupt_that_a_finalizer_swallows_is_not_lost(tmp_path, monkeypatch, capsys):
+    class Finalized:
+        pass
+
+    def long_work(*_):
+        dying = Finalized()
+        ref = weakref.ref(dying, lambda _: signal.raise_signal(signal.SIGINT))
+        del dying
+        for _ in range(1000):
+            time.sleep(0.01)
+        return ref
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cli.leaderboard, "read", long_work)
+    hook = sys.unraisablehook
+    assert forge_bench(monkeypatch, "leaderboard", "--runs", ".") == 130
+    assert capsys.readouterr().err == "forge-bench: interrupted\n" and sys.unraisablehook is hook
 
 
 def test_a_folder_has_one_writer(tmp_path, monkeypatch, capsys):

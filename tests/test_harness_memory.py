@@ -115,6 +115,23 @@ def test_gradients_of_a_fused_update_do_not_exist():
     assert step_with_meter(model, ForgeAdamW(model, lr=1e-3)) == 0
 
 
+def test_gradients_of_two_optimizers_in_one_exist_when_the_first_begins():
+    model = make_model()
+    parameters = list(model.parameters())
+
+    class Pair:
+        def __init__(self):
+            self.first = torch.optim.AdamW(parameters[:1])
+            self.second = torch.optim.SGD(parameters[1:])
+
+        def step(self):
+            self.first.step()
+            self.first.zero_grad()
+            self.second.step()
+
+    assert step_with_meter(model, Pair()) == sum(p.nbytes for p in parameters)
+
+
 def test_gradients_of_an_unknown_optimizer_are_unknown():
     meter = GradientMeter(make_model())
     meter.watch(object())

@@ -119,6 +119,17 @@ def test_a_record_with_a_wrong_value_is_damage(tmp_path, changes):
     assert found == [] and len(damaged) == 1 and "records.jsonl:1: unreadable" in damaged[0]
 
 
+@pytest.mark.parametrize("changes", [{"seq": 4096}, {"hardware": "H100"}, {"batch": 2}])
+def test_a_record_of_other_work_is_not_ranked_with_the_run(tmp_path, changes):
+    """The rows of a run are ranked together: one of another setting or machine is named instead."""
+    records.append(tmp_path, make_record())
+    records.append(tmp_path, make_record(row="b/hf/eager", **changes))
+    records.append(tmp_path, make_record(row="c/hf/eager"))
+    found, damaged = records.load(tmp_path)
+    assert [record.row for record in found] == [make_record().row, "c/hf/eager"]
+    assert len(damaged) == 1 and "records.jsonl:2: " in damaged[0] and "other work" in damaged[0]
+
+
 def test_fields_of_a_later_version_are_ignored(tmp_path):
     raw = dataclasses.asdict(make_record()) | {"invented_later": 1}
     (tmp_path / records.RECORDS_FILE).write_text(json.dumps(raw) + "\n")
@@ -279,6 +290,9 @@ def test_readme_table(tmp_path, published):
         "| 111.9 / 7.3 |" in text
     )
     assert "| GaLore r=128 | bf16 | hf | eager | oom |" in text
+    brief = tables.markdown(frame, "2026-01-02_run", brief=True).splitlines()
+    assert "| 1 | vanilla AdamW | bf16 | liger | eager | 2.0 | 4.50 | 111.9 / 7.3 |" in brief
+    assert "|  | GaLore r=128 | bf16 | hf | eager | oom |  |  |" in brief
 
 
 def make_profile(**changes):
@@ -333,7 +347,22 @@ def test_a_row_of_one_pass_among_rows_of_several_says_so(tmp_path, published):
     frame, _ = regenerate(tmp_path, published)
     first, second = frame["notes"][:2]
     assert first == "1 pass; why" and second.startswith("2 passes: ")
-    assert "How far another pass is from `1 pass`" in tables.markdown(frame, "2026-01-02_run")
+    assert "`1 pass`: how far another is from it is not known" in tables.markdown(
+        frame, "2026-01-02_run"
+    )
+    (above, *_) = tables.markdown(frame, "2026-01-02_run", brief=True).splitlines()
+    assert "Row 2: median of 2 passes: 3, 4 ms. Marked: drift of 33.3 % between passes" in above
+    assert "The other rows are one pass: how far another is from it is not known" in above
+
+
+def test_a_run_of_single_passes_says_so(tmp_path, published):
+    save(tmp_path / "runs", make_record(), make_record(row="b/hf/eager", notes="why"))
+    frame, _ = regenerate(tmp_path, published)
+    assert "One pass a row: how far another" in tables.markdown(frame, "2026-01-02_run")
+    for row in ("b/hf/eager", make_record().row):
+        save(tmp_path / "runs", make_record(row=row, repeat=1))
+    frame, _ = regenerate(tmp_path, published)
+    assert "ne pass a row" not in tables.markdown(frame, "2026-01-02_run")
 
 
 def test_a_line_written_twice_is_no_second_pass(tmp_path, published):

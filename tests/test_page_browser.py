@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from forge.harness import leaderboard, page, publish
+from forge.harness import leaderboard, page, publish, records
 
 playwright = pytest.importorskip(
     "playwright.sync_api", reason="needs playwright: pip install playwright"
@@ -100,23 +100,35 @@ def test_sorting_stays_within_a_run(tab):
     assert set(column(tab, "rank", "published")) == {""}
 
 
+def test_a_run_of_single_passes_says_so(tab, board):
+    for run_id, passes in records.by_run(board.passes).items():
+        said = tab.locator(f"tbody[data-kind=measured][data-run='{run_id}'] .group").inner_text()
+        assert ("one pass a row" in said) == (len(passes) == len(records.by_row(passes)))
+    assert "drift of" in tab.locator(".mark").first.inner_text()
+
+
 def test_filters(tab, board):
     rows, count = tab.locator(".row:visible"), tab.locator("#count")
     everything = rows.count()
     assert count.inner_text() == f"{everything} of {everything} rows"
     tab.get_by_label("measured only").check()
     assert rows.count() == len(board.rows)
-    tab.get_by_label("Run").select_option(board.rows[0].run_id)
-    assert rows.count() == len(board.rows) - 3
-    assert tab.locator("figure:visible").count() == 2
+    run_id = board.rows[0].run_id
+    of_run = [row for row in board.rows if row.run_id == run_id]
+    tab.get_by_label("Run").select_option(run_id)
+    assert rows.count() == len(of_run) < len(board.rows)
+    shown = [plot for plot in publish.draw(board) if run_id in plot.run_ids]
+    assert tab.locator("figure:visible").count() == len(shown) >= 2
     tab.get_by_label("Execution").select_option("compile+cuda_graph")
-    assert rows.count() == 1 and count.inner_text() == f"1 of {everything} rows"
+    kept = [row for row in of_run if row.execution == "compile+cuda_graph"]
+    assert rows.count() == len(kept) > 0
+    assert count.inner_text() == f"{len(kept)} of {everything} rows"
     tab.get_by_label("Search").fill("no such method")
     assert rows.count() == 0 and tab.locator("#none").is_visible()
     tab.locator("#none button").click()
     assert rows.count() == everything and tab.locator("#none").is_hidden()
     tab.get_by_label("Search").fill("galore h200")
-    assert 0 < rows.count() < 10
+    assert 0 < rows.count() < 10 * len({row.run_id for row in board.rows})
     tab.get_by_label("Search").press("Enter")
     assert tab.url.endswith("index.html"), "Enter must not send the form"
 
@@ -126,9 +138,8 @@ def test_a_record_opens_by_click_and_by_keyboard(tab, board):
     first = tab.locator("tbody[data-kind=measured] .row").first
     first.locator("td").nth(3).click()
     assert dialog.is_visible()
-    record = min(
-        (r for r in board.rows if r.latency_ms), key=lambda r: (r.date < "2001", r.latency_ms)
-    )
+    top = page.runs_newest_first(board.rows)[0][0]
+    (record, *_) = [p for p in board.passes if (p.run_id, p.row) == (top.run_id, top.row)]
     text = dialog.inner_text()
     for expected in (record.environment["command"], record.environment["commit"], record.run_id,
                      record.environment["driver"], record.method, "pass"):  # fmt: skip
@@ -159,7 +170,24 @@ def test_hostile_and_published_records_open(tab):
     assert dialog.inner_text().count(HOSTILE) >= 3
 
 
-@pytest.mark.parametrize("width", [320, 390, 1280])
+def test_efficiency_columns_where_there_is_room_and_a_hint_where_not(tab):
+    cells, hint = tab.locator("tbody[data-kind=measured] td.extra"), tab.locator(".hint")
+    for width, room in ((1280, False), (1440, True)):
+        tab.set_viewport_size({"width": width, "height": 800})
+        assert cells.first.is_visible() == room and hint.is_visible() != room
+    assert len(set(column(tab, "OFU %"))) > 5 and len(set(column(tab, "J / step"))) > 5
+
+
+def test_rows_of_one_method_can_be_told_apart_on_a_phone(tab, board):
+    tab.set_viewport_size({"width": 390, "height": 800})
+    rows = tab.locator("tbody[data-kind=measured] .row .method").all_inner_texts()
+    texts = [re.sub(r"\s+", " ", text) for text in rows]
+    for run in page.runs_newest_first(board.rows):
+        assert len(set(texts[: len(run)])) == len(run)
+        del texts[: len(run)]
+
+
+@pytest.mark.parametrize("width", [320, 390, 1280, 1440])
 def test_nothing_sticks_out(tab, width):
     tab.set_viewport_size({"width": width, "height": 800})
     assert tab.evaluate("document.documentElement.scrollWidth") <= width

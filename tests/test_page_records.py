@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import sys
 from dataclasses import replace
@@ -114,8 +115,8 @@ def test_efficiency_has_columns(tmp_path, timed):
     seen = replace(timed, mfu_pct=31.234567, ofu_pct=35.5, dram_active_pct=41.0, energy_j=6.25)
     records.append(tmp_path / "run", seen)
     board = leaderboard.read(tmp_path, tmp_path / "none.csv")
-    (row,) = board.frame.to_dict("records")
-    assert (row["mfu_pct"], row["ofu_pct"]) == (31.23, 35.5)
+    (row,) = csv.DictReader(leaderboard.csv_text(board.frame).splitlines())
+    assert (row["mfu_pct"], row["ofu_pct"]) == ("31.23", "35.5")
     names = ("mfu_pct", "ofu_pct", "dram_active_pct", "energy_j")
     facts = shown(board)["facts"]
     assert [facts[name] for name in names] == [31.2346, 35.5, 41.0, 6.25]

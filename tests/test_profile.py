@@ -231,7 +231,7 @@ def test_a_cpu_profile(monkeypatch, capsys, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("nope", "--optimizers: unknown nope; valid: all, adamw"),
+        ("nope", "METHOD: unknown nope; valid: all, adamw"),
         ("adamw,adamw-fused", "profile adamw,adamw-fused: one method at a time"),
         ("all", "profile all: one method at a time"),
         ("flashoptim", "profile flashoptim: unsupported: FlashOptim runs on cuda only"),

@@ -16,7 +16,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from forge.harness import cli, files, leaderboard, page, plots, publish, records
+from forge.harness import cli, files, leaderboard, page, plots, publish, records, tables
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "results"
@@ -88,6 +88,39 @@ def test_the_recorded_runs(tmp_path):
     again = publish.publish(board, tmp_path / "b")
     for one, other in zip(written, again, strict=True):
         assert one.read_bytes() == other.read_bytes(), one
+
+
+def test_what_is_committed_was_published_from_the_recorded_runs():
+    """Drawings depend on the version of matplotlib; the names of all files, and these, do not."""
+    board = leaderboard.read(RESULTS / "runs", RESULTS / "published.csv")
+    figures = publish.draw(board)
+    hint = "forge-bench publish, forge-bench leaderboard --readme README.md"
+    assert (RESULTS / "leaderboard.csv").read_text() == leaderboard.csv_text(board.frame), hint
+    text = (RESULTS / "LEADERBOARD.md").read_text()
+    assert text == publish.markdown(board, figures), hint
+    drawn = {f"{figure.name}.svg" for figure in figures}
+    plots_of = RESULTS / "plots"
+    assert {p.relative_to(plots_of).as_posix() for p in plots_of.rglob("*.svg")} == drawn, hint
+    readme = (ROOT / "README.md").read_text()
+    shown = re.search(r"\(run `([^`]+)`\)", readme)[1]
+    assert (
+        tables.with_table(ROOT / "README.md", tables.markdown(board.frame, shown, True)) == readme
+    )
+    assert tables.with_budget(readme, board.profiles) == readme, hint
+
+
+def test_a_number_is_the_same_in_every_table():
+    """5.1148 GiB is 5.115 with four digits, and that 5.12 with three: rounded twice."""
+    board = leaderboard.read(RESULTS / "runs", RESULTS / "published.csv")
+    frame = board.frame[board.frame["source"] == "measured"]
+    named = ["run_id", "method", "states", "kernels", "execution"]
+    rows = {tuple(row[name] for name in named): row for row in frame.to_dict("records")}
+    assert len(rows) == len(board.rows)
+    shown = {"peak_memory_gib": 2, "latency_ms": 1, "state_bytes_per_param": 2, "tokens_per_s": 0}
+    for record in board.rows:
+        row = rows[tuple(getattr(record, name) for name in named)]
+        for column, places in shown.items():
+            assert f"{row[column]:.{places}f}" == f"{getattr(record, column):.{places}f}", column
 
 
 def test_the_page_needs_no_network_and_ranks_no_published_row():
@@ -194,6 +227,18 @@ def test_a_full_disk_leaves_whole_files(tmp_path, monkeypatch, capsys, real):
     assert after == before
 
 
+def test_drawings_of_a_run_that_is_gone_are_removed(tmp_path, real):
+    out, gone = tmp_path / "out", replace(real[0], run_id="gone")
+    publish.publish(board_of(tmp_path, real[0], gone), out)
+    foreign = out / "plots" / "notes.txt"
+    foreign.write_text("not of publish")
+    assert (out / "plots" / "gone" / "memory.svg").exists()
+    shutil.rmtree(tmp_path / "runs" / "gone")
+    written = publish.publish(board_of(tmp_path), out)
+    kept = {path for path in out.rglob("*") if path.is_file()}
+    assert kept == {*written, foreign} and not (out / "plots" / "gone").exists()
+
+
 def test_no_runs_at_all(tmp_path):
     (tmp_path / "runs").mkdir()
     board = leaderboard.read(tmp_path / "runs", tmp_path / "missing.csv")
@@ -223,6 +268,45 @@ def test_pareto_front():
     for p in points:
         beaten = any(q != p and q[0] <= p[0] and q[1] <= p[1] for q in points)
         assert (p not in kept) == beaten
+
+
+def test_the_front_ends_at_the_edges():
+    """What is dominated is right of it and above: also beyond its first and last point."""
+    from matplotlib.figure import Figure
+
+    axes = Figure().add_subplot()
+    axes.set(xlim=(0, 10), ylim=(0, 20))
+    plots._draw_front(axes, [(2.0, 8.0), (3.0, 4.0)])
+    (line,) = axes.lines
+    assert list(map(tuple, line.get_xydata())) == [(2, 20), (2, 8), (3, 4), (10, 4)]
+    assert axes.get_xlim() == (0, 10) and axes.get_ylim() == (0, 20)
+
+
+def test_no_two_rows_of_a_plot_have_one_name(real):
+    for run in records.by_run(real).values():
+        named = plots.labels(run)
+        assert len(set(named.values())) == len(named) == len(records.by_row(run)) > 10
+    ours = replace(real[0], key="forge-bf16", method="FORGE", states="bf16", execution="eager")
+    rows = [
+        replace(ours, row=str(i), kernels=kernels)
+        for i, kernels in enumerate(("liger", "liger", "forge"))
+    ]
+    assert plots.usual_kernels(rows) == "liger" and plots.usual_kernels(rows[1:]) == ""
+    assert list(plots.labels(rows).values()) == ["FORGE (0)", "FORGE (1)", "FORGE, forge"]
+    assert list(plots.labels(rows[1:]).values()) == ["FORGE, liger", "FORGE, forge"]
+    assert plots.labels([]) == {}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "gap"),
+    [([0.5] * 20, 0.05), ([0.0] * 5 + [1.0] * 5, 0.1), ([0.1, 0.9], 0.05), ([-0.5, 2.0], 0.1)],
+)
+def test_names_beside_lines_do_not_overlap(wanted, gap):
+    places = plots.spread_out(wanted, gap)
+    apart = [b - a for a, b in zip(places, places[1:], strict=False)]
+    assert min(apart) >= gap - 1e-9 and 0 <= places[0] and places[-1] <= 1
+    if wanted == [0.1, 0.9]:
+        assert places == wanted
 
 
 def test_memory_parts_add_up_to_the_peak(real):
