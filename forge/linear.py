@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.autograd.graph import get_gradient_edge
 
-from forge.deferred import AppliedGradient, DeferredGradient
+from forge.deferred import AppliedGradient, DeferredGradient, refuse_second_backward
 from forge.tied import SplitUpdate
 
 # Inputs x [..., K] and output gradients dy [..., N] whose products dy^T x add up to a gradient, and
@@ -205,7 +205,12 @@ class LinearFunction(torch.autograd.Function):
         slot = ctx.slot
         if torch.is_grad_enabled():
             refuse_create_graph(slot.name)
-        x, weight = ctx.saved_tensors
+        try:
+            x, weight = ctx.saved_tensors
+        except RuntimeError:  # changed in place since: by whom, autograd cannot say
+            if slot.updated:
+                refuse_second_backward(slot.name)
+            raise
         need_x, need_weight, need_bias, _ = ctx.needs_input_grad
         dx = dw = db = None
         if need_x:

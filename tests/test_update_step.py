@@ -232,6 +232,48 @@ def test_nonfinite_norms():
         assert {float(s["step"]) for s in optimizer.state.values()} == {2.0}
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum over 0 items"])
+def test_ignored_labels_leave_weights_untouched(reduction):
+    """Their loss is NaN and their gradients are zeros, on which AdamW decays and keeps moving."""
+
+    def ignored(net, ids):
+        labels = torch.full_like(ids, -100).flatten()
+        logits = net.head(net.embed(ids) + net.block(net.embed(ids))).flatten(0, 1)
+        if reduction == "mean":
+            return F.cross_entropy(logits, labels)
+        return F.cross_entropy(logits, labels, reduction="sum") / torch.tensor(0)
+
+    first, empty, last = batches(3)
+    for mode in ("skip", "raise", "propagate"):
+        ours, plain = pair()
+        optimizer, reference = both(ours, plain, on_nonfinite=mode)
+        for net, opt in ((ours, optimizer), (plain, reference)):
+            net(first).backward()
+            opt.step(), opt.zero_grad()
+        before = copy.deepcopy((ours.state_dict(), optimizer.state_dict()["state"]))
+        loss = ignored(ours, empty)
+        assert loss.isnan()
+        loss.backward()
+        optimizer.step(), optimizer.zero_grad()
+        after = ours.state_dict(), optimizer.state_dict()["state"]
+        if mode == "propagate":  # as torch
+            assert any(not torch.equal(v, after[0][k]) for k, v in before[0].items())
+            ignored(plain, empty).backward()
+            reference.step(), reference.zero_grad()
+        else:
+            torch.testing.assert_close(after, before, rtol=0, atol=0)
+        # A micro-batch that counts makes the step count, and a gradient whose square underflows.
+        for net, opt in ((ours, optimizer), (plain, reference)):
+            net(last).backward()
+            ignored(net, empty).backward()
+            opt.step(), opt.zero_grad()
+            (net(first) * 1e-30).backward()
+            opt.step(), opt.zero_grad()
+        assert_same(ours, plain, 3)
+        counts = [{float(s["step"]) for s in opt.state.values()} for opt in (optimizer, reference)]
+        assert counts[0] == counts[1]
+
+
 def test_changes_that_need_the_elements_are_refused():
     ours, plain = pair()
     optimizer, _ = both(ours, plain)
