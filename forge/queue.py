@@ -181,7 +181,7 @@ class UpdateQueue:
         batches: dict[tuple, _Batch] = {}
         last_key: tuple = ()
         fused = waiting is self._fused
-        for slot, factors, grad in entries:
+        for i, (slot, factors, grad) in enumerate(entries):
             target = slot.target
             if target is None or target.address != slot.param.data_ptr():
                 if grad is None and not slot.param.is_contiguous():
@@ -203,7 +203,10 @@ class UpdateQueue:
                 key = (slot.clock, slot.stream, None, target.dtypes, slot)
             else:
                 if len(factors) > 1:
-                    factors = [_join(factors)]
+                    with _on_stream(slot.stream, slot.param.device):
+                        factors = [_join(factors)]
+                    # The parts go now, not when all entries have been joined.
+                    entries[i] = waiting.entries[i] = (slot, factors, grad)
                 # Parts of a vector's gradient, x, have no output gradient.
                 dtype = factors[0][1].dtype if fused else None
                 key = (slot.clock, slot.stream, dtype, target.dtypes, None)

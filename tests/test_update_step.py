@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import weakref
+from itertools import accumulate
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from forge import ForgeAdamW, ForgeSGD, TrainStep
+from forge import ForgeAdamW, ForgeSGD, TrainStep, queue
 from forge.deferred import AppliedGradient, DeferredGradient
 
 LR = 1e-2
@@ -117,6 +118,50 @@ def test_no_gradient_of_a_fused_layer_is_stored():
     kept = sum(x.nbytes + dy.nbytes for x, dy, _ in ours.mix.weight.grad.factors)
     assert kept == 2 * 2 * 10 * (20 + 20) * 4
     assert "up.weight" in repr(ours.up.weight.grad)
+
+
+def peak_bytes(run):
+    """Most bytes that ``run`` has allocated at one time, on a CPU."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
+        run()
+    events = profiler.profiler.kineto_results.events()
+    sizes = [(e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"]
+    return max(accumulate(size for _, size in sorted(sizes, key=lambda pair: pair[0])))
+
+
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("queue_bytes", [0, 2**27])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_peak_memory_beyond_backward_mode_is_the_documented_formula(
+    dtype, queue_bytes, clip, monkeypatch
+):
+    monkeypatch.setattr(queue, "QUEUE_BYTES", queue_bytes)
+    tokens, wide, narrow, layers, micro = 16, 192, 96, 8, 4
+    x = torch.randn(tokens, narrow, dtype=dtype)
+
+    def peak(update):
+        parts = [(nn.Linear(narrow, wide), nn.Linear(wide, narrow)) for _ in range(layers // 2)]
+        net = nn.Sequential(*[layer for pair in parts for layer in pair]).to(dtype)
+        optimizer = ForgeAdamW(net, update=update)
+
+        def run(backwards):
+            for _ in range(backwards):
+                net(x).square().mean().backward()
+            if update == "step" and clip:
+                nn.utils.clip_grad_norm_(net.parameters(), 1e-3)
+            optimizer.step(), optimizer.zero_grad()
+
+        run(1)  # makes the states
+        return peak_bytes(lambda: run(micro if update == "step" else 1))
+
+    # Of each weight [N, K] and micro-batch tokens * (N + K) elements, of one weight as much again
+    # while its micro-batches are joined, or the gradient that clipping forms; and biases'.
+    waiting = layers * micro * tokens * (wide + narrow)
+    once = max(micro * tokens * (wide + narrow), wide * narrow)
+    formula = (waiting + once + layers * wide) * dtype.itemsize
+    extra = peak("step") - peak("backward")
+    assert waiting * dtype.itemsize / 3 < extra <= formula
 
 
 def test_discarded_and_zeroed_gradients():
