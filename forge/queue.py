@@ -20,6 +20,7 @@ from forge.kernels.runtime import as_rows
 from forge.kernels.target import Target
 from forge.kernels.wgrad_auto import choose_path, wgrad_update_auto
 from forge.linear import Factors, Slot
+from forge.optim.clock import Clock
 from forge.optim.rules import Rule
 from forge.optim.states import convert_states, new_states, stored_names
 
@@ -227,6 +228,7 @@ class UpdateQueue:
             with _on_stream(stream, batch.targets[0].param.device):
                 if not clock.running:
                     clock.begin()
+                _forget(clock, batch.targets)
                 arguments = (clock.scalars, seed, self.rule.update)
                 first, second, targets = batch.first, batch.second, batch.targets
                 if alone is not None and alone.split is not None and alone.split.apart is not None:
@@ -252,6 +254,7 @@ class UpdateQueue:
                 target = slot.target = self._target(slot)
             if not clock.running:
                 clock.begin()
+            _forget(clock, [target])
             seed = clock.seed if self.stochastic else None
             arguments = (clock.scalars, seed, self.rule.update)
             apart = RowsApart(ids, dy, x, target)
@@ -301,6 +304,13 @@ class UpdateQueue:
             f"create_graph=True: {slot.name!r} is updated inside backward, which cannot be "
             "differentiated; use torch.optim.AdamW"
         )
+
+
+def _forget(clock: Clock, targets: list[Target]) -> None:
+    """Zero the states of which nothing stays in this step, see :class:`~forge.optim.rules.Rule`."""
+    for i in clock.forgotten:
+        for target in targets:
+            target.states[i].zero_()  # also where they are codes: 0 stands for zero
 
 
 def _begun(slot: Slot) -> bool:
