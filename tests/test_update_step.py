@@ -277,6 +277,22 @@ def test_nonfinite_norms():
         assert {float(s["step"]) for s in optimizer.state.values()} == {2.0}
 
 
+@pytest.mark.parametrize("scale", [2e19, 1e30])
+def test_a_gradient_whose_square_is_beyond_fp32_shows_and_is_skipped(scale):
+    x = torch.ones(1, 2)
+    for options in ({}, dict(update="step", on_nonfinite="skip")):
+        net = nn.Linear(2, 2, bias=False)
+        before = net.weight.detach().clone()
+        optimizer = ForgeAdamW(net, lr=LR, **options)
+        (net(x).sum() * scale).backward()
+        optimizer.step(), optimizer.zero_grad()
+        if options:
+            assert optimizer.grad_norm.isinf() and torch.equal(net.weight, before)
+        net(x).sum().backward()
+        optimizer.step()
+        assert bool(net.weight.isnan().all()) == (not options)
+
+
 @pytest.mark.parametrize("reduction", ["mean", "sum over 0 items"])
 def test_ignored_labels_leave_weights_untouched(reduction):
     """Their loss is NaN and their gradients are zeros, on which AdamW decays and keeps moving."""
