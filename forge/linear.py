@@ -198,7 +198,10 @@ class LinearFunction(torch.autograd.Function):
         if bias is not None:
             ctx.bias_dtype = bias.dtype
             bias = bias.to(x.dtype)
-        return F.linear(x, weight if weight.dtype == x.dtype else weight.to(x.dtype), bias)
+        y = F.linear(x, weight if weight.dtype == x.dtype else weight.to(x.dtype), bias)
+        # With a bias it is a view of a matrix, which nobody may change in place if it comes from a
+        # custom function: `nn.ReLU(inplace=True)`, `y += residual`.
+        return y.data if y._is_view() else y
 
     @staticmethod
     def backward(ctx, dy: Tensor):
