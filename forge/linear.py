@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.autograd.graph import get_gradient_edge
 
-from forge.deferred import AppliedGradient, DeferredGradient
+from forge.deferred import AppliedGradient, DeferredGradient, refuse_second_backward
 from forge.tied import SplitUpdate
 
 # Inputs x [..., K] and output gradients dy [..., N] whose products dy^T x add up to a gradient, and
@@ -198,14 +198,22 @@ class LinearFunction(torch.autograd.Function):
         if bias is not None:
             ctx.bias_dtype = bias.dtype
             bias = bias.to(x.dtype)
-        return F.linear(x, weight if weight.dtype == x.dtype else weight.to(x.dtype), bias)
+        y = F.linear(x, weight if weight.dtype == x.dtype else weight.to(x.dtype), bias)
+        # With a bias it is a view of a matrix, which nobody may change in place if it comes from a
+        # custom function: `nn.ReLU(inplace=True)`, `y += residual`.
+        return y.data if y._is_view() else y
 
     @staticmethod
     def backward(ctx, dy: Tensor):
         slot = ctx.slot
         if torch.is_grad_enabled():
             refuse_create_graph(slot.name)
-        x, weight = ctx.saved_tensors
+        try:
+            x, weight = ctx.saved_tensors
+        except RuntimeError:  # changed in place since: by whom, autograd cannot say
+            if slot.updated:
+                refuse_second_backward(slot.name)
+            raise
         need_x, need_weight, need_bias, _ = ctx.needs_input_grad
         dx = dw = db = None
         if need_x:

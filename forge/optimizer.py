@@ -87,6 +87,9 @@ class ForgeOptimizer(torch.optim.Optimizer):
         on_nonfinite: what ``step()`` does when that norm is NaN or infinite: ``"propagate"`` (as
             torch does: it goes into the weights), ``"skip"`` (the gradients are discarded, nothing
             else changes) or ``"raise"``; these two need ``update="step"`` and wait for the GPU.
+            With these two, gradients that are all zero change nothing, either: those of a batch
+            whose labels are all ignored are, while its loss is NaN. ``"propagate"`` decays, and
+            follows the momentum, as torch does.
 
     Raises:
         ValueError: a hyperparameter out of range; a parameter held by another such optimizer;
@@ -275,9 +278,19 @@ class ForgeOptimizer(torch.optim.Optimizer):
         late = [clock for clock in self._clocks if clock.running and clock.outdated()]
         for clock in self._clocks:
             clock.running = False
+        dropped = []
         for slot in self._slots:
             if slot.updated:
+                if slot.param.grad is None and not self._queue.deferred:
+                    dropped.append(slot.name)
                 slot.updated, slot.param.grad = False, None
+        if dropped:
+            raise RuntimeError(
+                f"the gradients of {len(dropped)} parameters ({dropped[0]!r} ...) were discarded "
+                "before step(), by model.zero_grad() or grad = None, but had been applied inside "
+                "backward, which cannot be undone; to discard gradients, build the optimizer with "
+                "update='step'"
+            )
         if late:
             raise RuntimeError(
                 "a param group's hyperparameters were changed between backward() and step(): the "
@@ -303,6 +316,10 @@ class ForgeOptimizer(torch.optim.Optimizer):
                 f"the norm of the gradients is {norm}; nothing was updated. zero_grad() discards "
                 "them; on_nonfinite='skip' does so by itself"
             )
+        if norm == 0 and any(group["lr"] != 0 for group in self.param_groups):
+            # Not the squares' underflow. With lr 0 (how torch.distributed.checkpoint has states
+            # made) nothing moves anyway.
+            return any(bool(p.grad.any()) for p in params if p.grad is not None)
         return math.isfinite(norm)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -326,6 +343,8 @@ class ForgeOptimizer(torch.optim.Optimizer):
                 slot.param.grad = None
         super().zero_grad(set_to_none)
         if applied:
+            for slot in applied:
+                slot.mark_applied()
             raise RuntimeError(
                 f"zero_grad() before step(): {len(applied)} parameters ({applied[0].name!r} ...) "
                 "were updated inside backward already, which cannot be undone; step() ends the "

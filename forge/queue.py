@@ -21,6 +21,7 @@ from forge.kernels.runtime import as_rows
 from forge.kernels.target import Target
 from forge.kernels.wgrad_auto import choose_path, wgrad_update_auto
 from forge.linear import Factors, Slot
+from forge.optim.clock import Clock
 from forge.optim.rules import Rule
 from forge.optim.states import convert_states, new_states, stored_names
 
@@ -182,7 +183,7 @@ class UpdateQueue:
         batches: dict[tuple, _Batch] = {}
         last_key: tuple = ()
         fused = waiting is self._fused
-        for slot, factors, grad in entries:
+        for i, (slot, factors, grad) in enumerate(entries):
             target = slot.target
             if target is None or target.address != slot.param.data_ptr():
                 if grad is None and not slot.param.is_contiguous():
@@ -208,7 +209,10 @@ class UpdateQueue:
                 key = (slot.clock, slot.stream, None, target.dtypes, slot)
             else:
                 if len(factors) > 1:
-                    factors = [_join(factors)]
+                    with _on_stream(slot.stream, slot.param.device):
+                        factors = [_join(factors)]
+                    # The parts go now, not when all entries have been joined.
+                    entries[i] = waiting.entries[i] = (slot, factors, grad)
                 # Parts of a vector's gradient, x, have no output gradient.
                 dtype = factors[0][1].dtype if fused else None
                 key = (slot.clock, slot.stream, dtype, target.dtypes, None)
@@ -229,6 +233,7 @@ class UpdateQueue:
             with _on_stream(stream, batch.targets[0].param.device):
                 if not clock.running:
                     clock.begin()
+                _forget(clock, batch.targets)
                 arguments = (clock.scalars, seed, self.rule.update)
                 first, second, targets = batch.first, batch.second, batch.targets
                 if alone is not None and alone.split is not None and alone.split.apart is not None:
@@ -254,6 +259,7 @@ class UpdateQueue:
                 target = slot.target = self._target(slot)
             if not clock.running:
                 clock.begin()
+            _forget(clock, [target])
             seed = clock.seed if self.stochastic else None
             arguments = (clock.scalars, seed, self.rule.update)
             apart = RowsApart(ids, dy, x, target)
@@ -303,6 +309,13 @@ class UpdateQueue:
             f"create_graph=True: {slot.name!r} is updated inside backward, which cannot be "
             "differentiated; use torch.optim.AdamW"
         )
+
+
+def _forget(clock: Clock, targets: list[Target]) -> None:
+    """Zero the states of which nothing stays in this step, see :class:`~forge.optim.rules.Rule`."""
+    for i in clock.forgotten:
+        for target in targets:
+            target.states[i].zero_()  # also where they are codes: 0 stands for zero
 
 
 def _begun(slot: Slot) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from operator import is_
 from typing import TYPE_CHECKING, Any
 
@@ -101,7 +101,7 @@ def _read(optimizer: ForgeOptimizer, state_dict: dict[str, Any]) -> dict[int, di
     Parameters that no step has updated are left out.
     """
     for key in ("state", "param_groups"):
-        if key not in state_dict:
+        if not isinstance(state_dict, Mapping) or key not in state_dict:
             raise KeyError(f"state_dict has no {key!r}: pass what optimizer.state_dict() returned")
     groups = state_dict["param_groups"]
     if len(groups) != len(optimizer.param_groups):
@@ -112,6 +112,8 @@ def _read(optimizer: ForgeOptimizer, state_dict: dict[str, Any]) -> dict[int, di
     loaded: dict[int, dict[str, Any]] = {}
     names = {id(slot.param): slot.name for slot in optimizer._slots}
     for i, (mine, theirs) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
+        if "params" not in theirs:
+            raise KeyError(f"param group {i} of the state_dict has no 'params'")
         if len(mine["params"]) != len(theirs["params"]):
             raise ValueError(
                 f"param group {i}: state_dict has {len(theirs['params'])} parameters, "

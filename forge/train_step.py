@@ -159,8 +159,8 @@ class TrainStep:
 
         Raises:
             RuntimeError: more than ``max_graphs`` shapes; the step cannot be captured (the message
-                says why; model and optimizer are unharmed); a parameter that the optimizer does not
-                hold gets a gradient; gradients, or a ``backward()``, from outside the step.
+                says why; model and optimizer are unharmed); a parameter that requires a gradient
+                is not the optimizer's; gradients, or a ``backward()``, from outside the step.
             TypeError: an input that is neither a tensor nor a plain value, or a tensor that wants a
                 gradient, where the step is captured.
         """
@@ -174,11 +174,10 @@ class TrainStep:
         }
         if not self.graph:
             self._refuse_gradients()
-            loss = self._step(inputs)
             if not self._checked:
-                self._refuse_stray_gradients()
+                self._refuse_strangers()
                 self._checked = True
-            return loss
+            return self._step(inputs)
         key = self._key(inputs)
         started = self._graphs.get(key)
         if started is not None and started.pure:
@@ -191,9 +190,9 @@ class TrainStep:
                     f"{self.max_graphs}: pad the batches to a few lengths, raise max_graphs, or "
                     "use graph=False"
                 )
+            self._refuse_strangers()
             with self._on_side_stream():
                 loss = self._step(inputs)
-            self._refuse_stray_gradients()
             if self._layout is None or not self._layout.is_current():
                 # This shape has brought new states or counts: graphs of others know the old ones.
                 self._forget()
@@ -320,12 +319,13 @@ class TrainStep:
             queue.captured = False
             current.wait_stream(self._stream)
 
-    def _refuse_stray_gradients(self) -> None:
+    def _refuse_strangers(self) -> None:
+        held = {id(slot.param) for slot in self.optimizer._slots}
         for name, param in self.model.named_parameters():
-            if param.grad is not None:
+            if param.requires_grad and id(param) not in held:
                 raise RuntimeError(
-                    f"{name!r} got a gradient but is not in the optimizer: freeze it "
-                    "(requires_grad_(False)) or give it to the optimizer"
+                    f"{name!r} wants a gradient but is not in the optimizer: pass the optimizer of "
+                    "this model, give the parameter to it, or freeze it (requires_grad_(False))"
                 )
 
     def _capture(self, inputs: Mapping[str, Any]) -> _Graph:

@@ -165,15 +165,16 @@ def command(
     folder = _folder(out, row, f"{MODELS[key].name}-b{batch}-s{seq}", name)
     with options.progress(console) as progress, _removed_unless_done(folder):
         task = progress.add_task("building the model", total=warmup + 2 * steps + 1)
-        step = options.checked(_step_of, row, config, batches, where, attention)
-        progress.update(task, description="warm-up")
-        for i in range(warmup):
-            timing.time_steps(step, batches, 1, where, start=i)
-            progress.advance(task)
-        progress.update(task, description="without the profiler")
-        plain, _ = timing.time_steps(step, batches, steps, where)
-        progress.update(task, advance=steps, description="under the profiler")
-        record(step, batches, steps, where, folder / TRACE_FILE)
+        with _failing_in_one_line(method):
+            step = options.checked(_step_of, row, config, batches, where, attention)
+            progress.update(task, description="warm-up")
+            for i in range(warmup):
+                timing.time_steps(step, batches, 1, where, start=i)
+                progress.advance(task)
+            progress.update(task, description="without the profiler")
+            plain, _ = timing.time_steps(step, batches, steps, where)
+            progress.update(task, advance=steps, description="under the profiler")
+            record(step, batches, steps, where, folder / TRACE_FILE)
         progress.update(task, advance=steps, description="reading the trace")
         found = trace.read_steps(folder / TRACE_FILE)
         progress.advance(task)
@@ -240,6 +241,18 @@ def _removed_unless_done(folder: Path) -> Iterator[None]:
         if isinstance(error, OSError):
             raise OSError(f"{folder}: {error}; nothing is kept") from error
         raise
+
+
+@contextmanager
+def _failing_in_one_line(method: str) -> Iterator[None]:
+    """Optimizers of other packages may raise anything: exit code 1, as a row that failed."""
+    try:
+        yield
+    except typer.Exit:
+        raise
+    except Exception as error:
+        typer.echo(f"forge-bench: profile {method}: {environment.one_line(error)}", err=True)
+        raise typer.Exit(1) from error
 
 
 def write(folder: Path, rows: list[dict[str, Any]], steps: Steps) -> None:

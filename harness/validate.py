@@ -81,13 +81,19 @@ class Settings:
             fidelity.method(key)
 
     def plan(self) -> Iterator[tuple[str, str, float, int]]:
-        """``(model, method, lr, seed)`` of every row. Seed by seed: what was interrupted has whole
-        comparisons."""
-        for seed in range(self.seeds):
+        """``(model, method, lr, seed)`` of every row.
+
+        What a promise is about comes first, then the other methods; in each, model by model and
+        seed by seed: what was interrupted has whole comparisons.
+        """
+        promised = [key for key in self.methods if key in verdict.PROMISED]
+        others = [key for key in self.methods if key not in promised]
+        for keys in (promised, others):
             for model, rates in zip(self.models, self.rates, strict=True):
-                for lr in rates:
-                    for key in self.methods:
-                        yield model, key, lr, seed
+                for seed in range(self.seeds):
+                    for lr in rates:
+                        for key in keys:
+                            yield model, key, lr, seed
 
 
 def command(
@@ -130,10 +136,12 @@ def command(
     equal batches. ForgeAdamW must end within 0.5 % of the reference (8-bit states: 1 %) and not
     above torch's AdamW in bf16.
 
-    Rows are models x rates x methods x seeds. --steps and --seeds set the time: 1000 steps and 3
-    seeds are 36 rows of the pretrained model and 18 of the small one, planned for ten to fifteen
-    minutes of an H200 (10 to 35 ms a step; bitsandbytes and FlashOptim, which no graph holds, take
-    longest). Half the steps take half of it; one seed takes a third and says nothing about noise.
+    Rows are models x rates x methods x seeds, those that a limit is set for first. --steps and
+    --seeds set the time: 1000 steps and 3 seeds are 36 rows of the pretrained model and 18 of the
+    small one, planned for fifteen to twenty minutes of an H200, half of it for rows with a limit
+    (10 to 35 ms a step; bitsandbytes and FlashOptim, whose own step no graph holds, take longest
+    and come last). Half the steps take half of it; one seed takes a third and says nothing about
+    noise.
 
     \b
     Examples:

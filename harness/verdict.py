@@ -29,6 +29,8 @@ CSV_FILE, TABLE_FILE = "fidelity.csv", "verdict.txt"
 LIMITS_PCT = {"forge-bf16": 0.5, "forge-int8": 1.0}
 # And below or at the mean of which other method it must be.
 NOT_ABOVE = {"forge-bf16": "adamw-fused"}
+# The methods that these are about.
+PROMISED = {REFERENCE, *LIMITS_PCT, *NOT_ABOVE.values()}
 
 COLUMNS = (
     "model, method, states, lr, seed, steps, train_loss, heldout_loss, hardware, date, commit, "

@@ -59,6 +59,7 @@ class Clock:
         self._counts = {"step": self.step, **dict(zip(rule.carried, self._carried, strict=True))}
         self._uploaded: tuple[float, ...] | None = None
         self._origin: Clock | None = None
+        self.forgotten: list[int] = []  # states of which nothing stays in this step
         self.refresh()
         self._seal()
 
@@ -119,6 +120,11 @@ class Clock:
             )
             self._hyper[: len(numbers)].copy_(pinned, non_blocking=True)
             self._uploaded = numbers
+            kept = [self.rule.hyper.index(name) for name in self.rule.kept]
+            # A number on a device is not looked at: that would synchronise.
+            self.forgotten = [
+                state for state, i in enumerate(kept) if numbers[i] == 0 and i not in on_device
+            ]
         for i, value in on_device.items():
             self._hyper[i].copy_(value)
         self._seal()

@@ -36,6 +36,9 @@ class Rule:
             after the step behind its own.
         nonnegative: those of ``states`` that are never below zero: they are stored in a code of
             their own where states have 8 bits.
+        kept: names of hyperparameters, one for each of ``states``: the share of it that stays in a
+            step. Where one is 0, kernels are given zeros for that state: ``x + (g - x) * 1`` is not
+            ``g``, but off by the rounding of ``x``, which may be the larger one by far.
         counted: False when the rule asks no more of the step count than whether it is 1, and its
             other implementations save none.
     """
@@ -48,6 +51,7 @@ class Rule:
     update: Dual
     carried: tuple[str, ...] = ()
     nonnegative: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
     counted: bool = True
 
 
@@ -72,6 +76,7 @@ ADAMW = Rule(
     name="adamw",
     states=("exp_avg", "exp_avg_sq"),
     nonnegative=("exp_avg_sq",),
+    kept=("betas.0", "betas.1"),
     hyper=("lr", "betas.0", "betas.1", "eps", "weight_decay"),
     scalar_count=6,
     scalars=Dual(_adamw_scalars),
@@ -100,6 +105,7 @@ ADAM = Rule(
     name="adam",
     states=("exp_avg", "exp_avg_sq"),
     nonnegative=("exp_avg_sq",),
+    kept=("betas.0", "betas.1"),
     hyper=("lr", "betas.0", "betas.1", "eps", "weight_decay"),
     scalar_count=6,
     scalars=Dual(_adam_scalars),
@@ -141,6 +147,7 @@ NADAM = Rule(
     name="nadam",
     states=("exp_avg", "exp_avg_sq"),
     nonnegative=("exp_avg_sq",),
+    kept=("betas.0", "betas.1"),
     hyper=(
         "lr",
         "betas.0",
@@ -191,6 +198,7 @@ RADAM = Rule(
     name="radam",
     states=("exp_avg", "exp_avg_sq"),
     nonnegative=("exp_avg_sq",),
+    kept=("betas.0", "betas.1"),
     hyper=("lr", "betas.0", "betas.1", "eps", "weight_decay", "decoupled_weight_decay"),
     scalar_count=7,
     scalars=Dual(_radam_scalars),
@@ -285,6 +293,7 @@ RMSPROP = Rule(
     name="rmsprop",
     states=("square_avg",),
     nonnegative=("square_avg",),
+    kept=("alpha",),
     hyper=("lr", "alpha", "eps", "weight_decay"),
     scalar_count=4,
     scalars=Dual(_rmsprop_scalars),

@@ -150,5 +150,7 @@ def check_states(rule: Rule, states: str, param: Tensor, saved: dict[str, Any], 
                     f"{owner!r}: {name}_scale has shape {tuple(scale.shape)}, "
                     f"codes of this shape and layout have {scale_shape(value)}"
                 )
+        elif not value.is_floating_point():
+            raise ValueError(f"{owner!r}: {key} is {value.dtype}: must be floating point")
         elif states == "int8" and name in rule.nonnegative and bool((value < 0).any()):
             raise ValueError(f"{owner!r}: {key} has negative values")

@@ -102,6 +102,8 @@ def test_create_graph_and_stale_retained_graph_raise():
     optimizer.zero_grad()
     loss = ours(batch("cpu"))
     loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="second backward before step.*update='step'"):
+        loss.backward(retain_graph=True)
     optimizer.step()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
@@ -189,6 +191,13 @@ def test_what_was_applied_cannot_be_discarded_silently():
         optimizer.zero_grad()
     optimizer.step()
     optimizer.zero_grad()
+    # Nobody tells the optimizer of these.
+    for discard in (ours.zero_grad, lambda: setattr(ours.norm.bias, "grad", None)):
+        ours(batch("cpu")).backward()
+        discard()
+        with pytest.raises(RuntimeError, match="were discarded before step.*update='step'"):
+            optimizer.step()
+    train(ours, optimizer, batch("cpu"))
 
 
 def test_operands_changed_in_place_are_noticed():

@@ -75,8 +75,17 @@ def test_bad_state_dicts_name_the_parameter_and_change_nothing():
     nothing["state"][1]["exp_avg"] = None
     with pytest.raises(ValueError, match="'up.weight': exp_avg is None: must be a tensor"):
         optimizer.load_state_dict(nothing)
-    with pytest.raises(KeyError, match="no 'state': pass what optimizer.state_dict"):
-        optimizer.load_state_dict({"optimizer": good})
+    for other in (torch.complex64, torch.int64, torch.bool):
+        typed = copy.deepcopy(good)
+        typed["state"][1]["exp_avg"] = typed["state"][1]["exp_avg"].to(other)
+        with pytest.raises(ValueError, match=f"'up.weight': exp_avg is {other}: must be floating"):
+            optimizer.load_state_dict(typed)
+    for useless in ({"optimizer": good}, None, [good]):
+        with pytest.raises(KeyError, match="no 'state': pass what optimizer.state_dict"):
+            optimizer.load_state_dict(useless)
+    empty = {"state": {}, "param_groups": [{"lr": 5.0}]}
+    with pytest.raises(KeyError, match="param group 0 of the state_dict has no 'params'"):
+        optimizer.load_state_dict(empty)
     assert optimizer.param_groups[0]["lr"] == LR
     for key, state in good["state"].items():
         for name, value in state.items():

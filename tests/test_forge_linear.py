@@ -11,6 +11,7 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import nn
 
+from adamw_net import LR, assert_same
 from forge import ForgeAdamW
 from forge.deferred import AppliedGradient
 from forge.linear import ForgeLinear
@@ -158,3 +159,25 @@ def test_a_square_weight_whose_strides_alone_change(device, between):
             opt.zero_grad()
     for p, q in zip(net.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("update", ["backward", "step"])
+@pytest.mark.parametrize("shape", [(5,), (4, 5), (2, 4, 5), (2, 2, 4, 5)])
+@pytest.mark.parametrize("bias", [True, False])
+def test_outputs_may_be_changed_in_place(bias, shape, update):
+    """As by ``nn.ReLU(inplace=True)`` and ``y += residual``."""
+    ours = nn.ModuleList(nn.Linear(5, 5, bias=bias) for _ in range(2))
+    plain = copy.deepcopy(ours)
+    x = torch.randn(shape)
+    for net, optimizer in (
+        (ours, ForgeAdamW(ours, lr=LR, update=update)),
+        (plain, torch.optim.AdamW(plain.parameters(), lr=LR)),
+    ):
+        for _ in range(3):
+            h = net[0](x).relu_()
+            y = net[1](h)
+            y += x
+            y.mul_(0.5)
+            y.square().sum().backward()
+            optimizer.step(), optimizer.zero_grad()
+    assert_same(ours, plain, 3)

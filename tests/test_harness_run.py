@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -18,6 +19,7 @@ from forge.harness.runner import load_settings, new_folder
 from forge.optim.registry import REGISTRY
 from tiny_runs import execute, make_run
 
+ROOT = Path(__file__).resolve().parents[1]
 BENCH = [sys.executable, "-m", "forge.harness.cli", "--device", "cpu", "--seq", "16"]
 
 
@@ -122,6 +124,31 @@ def test_interrupt_keeps_what_was_measured(stop, tmp_path, monkeypatch):
     assert output.endswith("forge-bench: interrupted\n")
     assert 1 <= len(records.load(folder)[0]) < 3
     assert not list(scratch.glob("forge-bench-*"))
+
+
+def test_an_interrupt_amid_imports_shows_no_traceback(tmp_path):
+    """torch alone is imported for seconds; here for as long as it takes to send a signal."""
+    (tmp_path / "torch.py").write_text(
+        "print('importing', flush=True)\nimport time; time.sleep(60)"
+    )
+    paths = os.pathsep.join([str(tmp_path), str(ROOT)])
+    process = subprocess.Popen(
+        [sys.executable, ROOT / "forge_bench.py", "list"],
+        env={**os.environ, "PYTHONPATH": paths},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout.readline() == "importing\n"
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == -signal.SIGINT and errors == ""  # a shell says 130
+
+
+def test_the_entry_point_is_the_command_line():
+    command = [sys.executable, ROOT / "forge_bench.py", "nope"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and done.stderr.startswith("forge-bench: unknown command nope")
 
 
 def test_rows_that_would_not_compare_are_not_mixed(tmp_path):

@@ -6,6 +6,7 @@ import json
 import sys
 
 import pytest
+import torch
 
 from forge.harness import cli, environment, records
 from forge.optim import registry
@@ -27,8 +28,12 @@ def spec(key, target):
         summary="a test",
     )
 
+class Raising(torch.optim.AdamW):
+    def step(self, closure=None):
+        raise KeyError("no such\\nstate")
+
 Mine = torch.optim.AdamW
-GOOD, LAZY = spec("good", "Mine"), spec("lazy", "Lazy")
+GOOD, LAZY, RAISING = spec("good", "Mine"), spec("lazy", "Lazy"), spec("raising", "Raising")
 NUMBER = 3
 """
 ENTRY_POINTS = """[forge_optim.optimizers]
@@ -159,3 +164,17 @@ def test_profiled_and_estimated(installed, tmp_path, monkeypatch, capsys):
     assert rows[name]["peak_gib"] is None and rows["adamw"]["peak_gib"] > 0
     assert forge_bench(monkeypatch, "estimate", "qwen3-tiny", "--json") == 0
     assert "good" in [row["key"] for row in json.loads(capsys.readouterr().out)["methods"]]
+
+
+def test_a_profile_of_one_that_raises_is_one_line(outside, tmp_path, monkeypatch, capsys):
+    threads = torch.get_num_threads()
+    runs = tmp_path / "runs"
+    options = "--seq 16 --steps 1 --warmup 1 --device cpu --out".split()
+    name = "outside_package.methods:RAISING"
+    try:
+        assert forge_bench(monkeypatch, "profile", name, *options, runs) == 1
+    finally:
+        torch.set_num_threads(threads)
+    errors = capsys.readouterr().err
+    assert errors.startswith(f"forge-bench: profile {name}: KeyError: ") and errors.count("\n") == 1
+    assert not list(runs.iterdir())

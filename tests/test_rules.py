@@ -399,3 +399,33 @@ def test_adagrad_of_torch_saved_before_the_first_step():
         x = torch.randn(7, 6)
         train(ours, optimizer, x), train(plain, twin, x)
     assert_same(ours, plain)
+
+
+KEEP_NOTHING = [
+    (forge.ForgeAdamW, torch.optim.AdamW, dict(betas=(0.0, 0.0))),
+    (forge.ForgeAdamW, torch.optim.AdamW, dict(betas=(0.9, 0.0))),
+    (forge.ForgeAdamW, torch.optim.AdamW, dict(betas=(0.0, 0.999))),
+    (forge.ForgeAdam, torch.optim.Adam, dict(betas=(0.9, 0.0))),
+    (forge.ForgeNAdam, torch.optim.NAdam, dict(betas=(0.9, 0.0))),
+    (forge.ForgeRMSprop, torch.optim.RMSprop, dict(alpha=0.0)),
+]
+
+
+@pytest.mark.parametrize(
+    "make, make_twin, kwargs, states",
+    [(*case, "fp32") for case in KEEP_NOTHING]
+    # What these two read of their states is zero, in any format.
+    + [(*case, "int8") for case in (KEEP_NOTHING[0], KEEP_NOTHING[-1])],
+)
+def test_averages_that_keep_nothing_follow_torch(device, make, make_twin, kwargs, states):
+    """A small gradient after a large one: the rounding of what the large one left is larger."""
+    ours, plain = (nn.Parameter(torch.ones(4, 130, device=device)) for _ in range(2))
+    optimizer = make([ours], lr=1e-2, states=states, **kwargs)
+    reference = make_twin([plain], lr=1e-2, **kwargs)
+    for scale in (1.0, 1e-6, 1e-3):
+        gradient = scale * (1 + torch.rand(4, 130, device=device))
+        for param, opt in ((ours, optimizer), (plain, reference)):
+            param.grad = gradient.clone()
+            opt.step()
+            opt.zero_grad()
+        torch.testing.assert_close(ours, plain, rtol=2e-5, atol=2e-6)

@@ -169,12 +169,34 @@ def test_arguments_are_checked():
     with pytest.raises(RuntimeError, match="capture.*runs eagerly"):
         TrainStep(net, optimizer).capture(ids=batches(1, "cpu")[0])
     net.extra = nn.Parameter(torch.ones(()))
-    with pytest.raises(RuntimeError, match="'extra' got a gradient but is not in the optimizer"):
+    with pytest.raises(RuntimeError, match="'extra' wants a gradient but is not in the optimizer"):
         forward = net.forward
         net.forward = lambda **kw: forward(**kw) * net.extra
         TrainStep(net, optimizer)(ids=batches(1, "cpu")[0])
+    layer = nn.Linear(2, 2)
     with pytest.raises(TypeError, match="scalar loss"):
-        TrainStep(nn.Linear(2, 2), optimizer)(input=torch.ones(1, 2))
+        TrainStep(layer, ForgeAdamW(layer))(input=torch.ones(1, 2))
+
+
+@pytest.mark.parametrize("update", ["backward", "step"])
+def test_the_optimizer_of_another_model_is_refused_before_anything_changes(update):
+    net, other = pair("cpu")
+    outer = nn.ModuleDict({"net": net, "extra": nn.Linear(2, 2)})
+    x = batches(1, "cpu")[0]
+    for optimizer in (ForgeAdamW(other, update=update), ForgeAdamW(outer["extra"], update=update)):
+        before = copy.deepcopy(net.state_dict())
+        step = Recorded(net, optimizer)
+        for _ in range(2):
+            with pytest.raises(
+                RuntimeError, match="'embed.weight' wants a .*optimizer of this model"
+            ):
+                step(ids=x)
+        assert all(torch.equal(v, before[k]) for k, v in net.state_dict().items())
+        assert all(p.grad is None for p in net.parameters()) and not optimizer.state
+    half = ForgeAdamW(net.up, update=update)  # what it holds must not be updated, either
+    with pytest.raises(RuntimeError, match="'embed.weight' wants a gradient"):
+        TrainStep(net, half)(ids=x)
+    assert all(torch.equal(v, before[k]) for k, v in net.state_dict().items())
 
 
 class Recorded(TrainStep):
@@ -278,6 +300,10 @@ def test_a_step_that_is_refused_draws_and_writes_nothing(kind):
     assert all(map(torch.equal, before[0], parameters))
 
 
+def frozen():
+    return nn.Parameter(torch.ones(()), requires_grad=False)
+
+
 @pytest.mark.parametrize(
     "change, again",
     [
@@ -288,7 +314,7 @@ def test_a_step_that_is_refused_draws_and_writes_nothing(kind):
         (lambda net, opt: setattr(net, "norm", copy.copy(net.norm)), True),
         (lambda net, opt: net.register_buffer("table", torch.ones(2)), True),
         (lambda net, opt: net.norm.register_buffer("first", torch.ones(2)), True),
-        (lambda net, opt: net.register_parameter("first", nn.Parameter(torch.ones(()))), True),
+        (lambda net, opt: net.register_parameter("first", frozen()), True),
         (lambda net, opt: opt.load_state_dict(opt.state_dict()), True),
         (lambda net, opt: opt.state[net.up.bias].update(step=torch.tensor(9.0)), True),
         (lambda net, opt: opt.state[net.up.bias].update(exp_avg=torch.zeros(32)), True),
@@ -313,7 +339,7 @@ def test_an_exchanged_parameter_that_the_optimizer_does_not_hold_is_refused():
     step(ids=x), step(ids=y)
     net.norm.bias = nn.Parameter(net.norm.bias.detach().clone())
     with pytest.raises(
-        RuntimeError, match="'norm.bias' got a gradient but is not in the optimizer"
+        RuntimeError, match="'norm.bias' wants a gradient but is not in the optimizer"
     ):
         step(ids=z)
 
@@ -458,7 +484,7 @@ def test_limits_are_errors_with_a_way_out():
     with pytest.raises(TypeError, match="scale= is a list"):
         step(ids=batches(1, "cuda")[0], scale=[1.0])
     net.extra = nn.Parameter(torch.ones((), device="cuda"))
-    with pytest.raises(RuntimeError, match="'extra' got a gradient but is not in the optimizer"):
+    with pytest.raises(RuntimeError, match="'extra' wants a gradient but is not in the optimizer"):
         forward = net.forward
         net.forward = lambda **kw: forward(**kw) * net.extra
         TrainStep(net, step.optimizer)(ids=batches(1, "cuda")[0])

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import weakref
+from itertools import accumulate
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from forge import ForgeAdamW, ForgeSGD, TrainStep
+from forge import ForgeAdamW, ForgeSGD, TrainStep, queue
 from forge.deferred import AppliedGradient, DeferredGradient
 
 LR = 1e-2
@@ -117,6 +118,50 @@ def test_no_gradient_of_a_fused_layer_is_stored():
     kept = sum(x.nbytes + dy.nbytes for x, dy, _ in ours.mix.weight.grad.factors)
     assert kept == 2 * 2 * 10 * (20 + 20) * 4
     assert "up.weight" in repr(ours.up.weight.grad)
+
+
+def peak_bytes(run):
+    """Most bytes that ``run`` has allocated at one time, on a CPU."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
+        run()
+    events = profiler.profiler.kineto_results.events()
+    sizes = [(e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"]
+    return max(accumulate(size for _, size in sorted(sizes, key=lambda pair: pair[0])))
+
+
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("queue_bytes", [0, 2**27])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_peak_memory_beyond_backward_mode_is_the_documented_formula(
+    dtype, queue_bytes, clip, monkeypatch
+):
+    monkeypatch.setattr(queue, "QUEUE_BYTES", queue_bytes)
+    tokens, wide, narrow, layers, micro = 16, 192, 96, 8, 4
+    x = torch.randn(tokens, narrow, dtype=dtype)
+
+    def peak(update):
+        parts = [(nn.Linear(narrow, wide), nn.Linear(wide, narrow)) for _ in range(layers // 2)]
+        net = nn.Sequential(*[layer for pair in parts for layer in pair]).to(dtype)
+        optimizer = ForgeAdamW(net, update=update)
+
+        def run(backwards):
+            for _ in range(backwards):
+                net(x).square().mean().backward()
+            if update == "step" and clip:
+                nn.utils.clip_grad_norm_(net.parameters(), 1e-3)
+            optimizer.step(), optimizer.zero_grad()
+
+        run(1)  # makes the states
+        return peak_bytes(lambda: run(micro if update == "step" else 1))
+
+    # Of each weight [N, K] and micro-batch tokens * (N + K) elements, of one weight as much again
+    # while its micro-batches are joined, or the gradient that clipping forms; and biases'.
+    waiting = layers * micro * tokens * (wide + narrow)
+    once = max(micro * tokens * (wide + narrow), wide * narrow)
+    formula = (waiting + once + layers * wide) * dtype.itemsize
+    extra = peak("step") - peak("backward")
+    assert waiting * dtype.itemsize / 3 < extra <= formula
 
 
 def test_discarded_and_zeroed_gradients():
@@ -230,6 +275,64 @@ def test_nonfinite_norms():
                 torch.testing.assert_close(ours.state_dict(), before, rtol=0, atol=0)
         assert_same(ours, plain, 2)
         assert {float(s["step"]) for s in optimizer.state.values()} == {2.0}
+
+
+@pytest.mark.parametrize("scale", [2e19, 1e30])
+def test_a_gradient_whose_square_is_beyond_fp32_shows_and_is_skipped(scale):
+    x = torch.ones(1, 2)
+    for options in ({}, dict(update="step", on_nonfinite="skip")):
+        net = nn.Linear(2, 2, bias=False)
+        before = net.weight.detach().clone()
+        optimizer = ForgeAdamW(net, lr=LR, **options)
+        (net(x).sum() * scale).backward()
+        optimizer.step(), optimizer.zero_grad()
+        if options:
+            assert optimizer.grad_norm.isinf() and torch.equal(net.weight, before)
+        net(x).sum().backward()
+        optimizer.step()
+        assert bool(net.weight.isnan().all()) == (not options)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum over 0 items"])
+def test_ignored_labels_leave_weights_untouched(reduction):
+    """Their loss is NaN and their gradients are zeros, on which AdamW decays and keeps moving."""
+
+    def ignored(net, ids):
+        labels = torch.full_like(ids, -100).flatten()
+        logits = net.head(net.embed(ids) + net.block(net.embed(ids))).flatten(0, 1)
+        if reduction == "mean":
+            return F.cross_entropy(logits, labels)
+        return F.cross_entropy(logits, labels, reduction="sum") / torch.tensor(0)
+
+    first, empty, last = batches(3)
+    for mode in ("skip", "raise", "propagate"):
+        ours, plain = pair()
+        optimizer, reference = both(ours, plain, on_nonfinite=mode)
+        for net, opt in ((ours, optimizer), (plain, reference)):
+            net(first).backward()
+            opt.step(), opt.zero_grad()
+        before = copy.deepcopy((ours.state_dict(), optimizer.state_dict()["state"]))
+        loss = ignored(ours, empty)
+        assert loss.isnan()
+        loss.backward()
+        optimizer.step(), optimizer.zero_grad()
+        after = ours.state_dict(), optimizer.state_dict()["state"]
+        if mode == "propagate":  # as torch
+            assert any(not torch.equal(v, after[0][k]) for k, v in before[0].items())
+            ignored(plain, empty).backward()
+            reference.step(), reference.zero_grad()
+        else:
+            torch.testing.assert_close(after, before, rtol=0, atol=0)
+        # A micro-batch that counts makes the step count, and a gradient whose square underflows.
+        for net, opt in ((ours, optimizer), (plain, reference)):
+            net(last).backward()
+            ignored(net, empty).backward()
+            opt.step(), opt.zero_grad()
+            (net(first) * 1e-30).backward()
+            opt.step(), opt.zero_grad()
+        assert_same(ours, plain, 3)
+        counts = [{float(s["step"]) for s in opt.state.values()} for opt in (optimizer, reference)]
+        assert counts[0] == counts[1]
 
 
 def test_changes_that_need_the_elements_are_refused():

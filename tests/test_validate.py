@@ -77,8 +77,8 @@ def test_a_whole_run(monkeypatch, tmp_path, capsys):
     found, damaged = fidelity.read(folder_of(tmp_path))
     assert not damaged and len(found) == len(shown["rows"]) == 10
     assert {r.run_id for r in found} == {shown["run_id"]} == {folder_of(tmp_path).name}
-    assert [r.status for r in found] == (["ok"] * 4 + ["unsupported"]) * 2
-    assert "cuda only" in found[4].notes
+    assert [r.status for r in found] == ["ok"] * 8 + ["unsupported"] * 2
+    assert "cuda only" in found[8].notes
     starts = {}
     for r in found:
         if r.status != "ok":
@@ -145,6 +145,31 @@ def test_an_interrupted_run_goes_on_as_if_nothing_had_been(monkeypatch, tmp_path
     whole, _ = fidelity.read(again)
     assert [r.train_losses for r in resumed] == [r.train_losses for r in whole]
     assert [r.heldout for r in resumed] == [r.heldout for r in whole]
+
+
+def test_rows_with_a_promise_come_first_and_comparisons_are_whole():
+    settings = validate.Settings(
+        run_id="",
+        models=["smollm2-135m", "qwen3-tiny"],
+        methods=list(fidelity.METHODS),
+        rates=[[2e-5, 1e-6], [1e-3]],
+        steps=1000,
+        seeds=3,
+        batch=4,
+        seq=512,
+        device="cuda",
+        hardware="H200",
+    )
+    rows = list(settings.plan())
+    assert len(rows) == len(set(rows)) == 54
+    first, promised = rows[:24], {REFERENCE, "adamw-fused", "forge-bf16", "forge-int8"}
+    assert {row[0] for row in first} == {"smollm2-135m"}
+    assert {row[1] for row in rows[:36]} == promised
+    assert {row[1] for row in rows[36:]} == {"bnb-adamw8bit", "flashoptim"}
+    for i in range(0, 36, 4):  # a seed at a rate, whole
+        assert {row[1] for row in rows[i : i + 4]} == promised
+        assert len({(row[0], *row[2:]) for row in rows[i : i + 4]}) == 1
+    assert [row[3] for row in first] == [0] * 8 + [1] * 8 + [2] * 8
 
 
 def test_a_lost_gpu_ends_the_run_and_keeps_what_was_measured(monkeypatch, tmp_path, capsys):
