@@ -26,6 +26,7 @@ from forge.kernels import (
     linear_cross_entropy,
     qk_norm_rope,
     rms_norm,
+    rope_tables,
     row_update,
     swiglu,
     target,
@@ -149,13 +150,16 @@ def model_kernel(kernel: Any, tile: dict[str, int], **constants: Any) -> dict[st
         "table_ptr": "*i64",
         "ids_ptr": "*i64",
         "order_ptr": "*i64",
+        "positions_ptr": "*i64",
+        "inv_freq_ptr": "*fp32",
         "eps": "fp32",
+        "scaling": "fp32",
     }
     signature = {
         n: "constexpr" if n in constants else types.get(n, "*bf16" if n.endswith("_ptr") else "i32")
         for n in names
     }
-    free = {"rows", "T", "eps", "ignore_index", "first", "count", "tokens", *constants}
+    free = {"rows", "T", "eps", "scaling", "ignore_index", "first", "count", "tokens", *constants}
     source = ASTSource(
         kernel,
         signature,
@@ -189,6 +193,10 @@ def model_kernels() -> dict[str, dict[str, int]]:
             VALUES=True,
             **sizes,
         )
+    tile = dict(ROWS=rope_tables._ROWS, BLOCK=64, num_warps=4)
+    found["model rope_tables"] = model_kernel(
+        rope_tables._rope_tables_kernel, tile, HALF=64, COUNT=True
+    )
     tile = dict(BLOCK=1024, num_warps=4)
     found["model swiglu"] = model_kernel(swiglu._swiglu_fwd_kernel, tile, F=3072)
     found["model swiglu backward"] = model_kernel(swiglu._swiglu_bwd_kernel, tile, F=3072)

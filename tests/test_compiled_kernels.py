@@ -32,14 +32,18 @@ def test_no_kernel_spills(kernels):
     for name in [f"wgrad_update_hopper {rule} int8" for rule in ("nadam", "radam", "adam")]:
         assert kernels[name]["stack"] <= 104 and kernels[name]["local"] <= 60, name
         spilled.pop(name, None)
+    # No spills: the library's way to reduce angles beyond 100,000 keeps a few numbers there.
+    assert spilled.pop("model rope_tables")["stack"] == 32
     assert not spilled
 
 
 def test_accesses_are_as_wide_as_they_can_be(kernels):
     """Lost alignment hints cost a factor of four once; nothing else would show it."""
     for name, kernel in kernels.items():
-        # Those that copy by the tensor memory engine, and one that is better off with 8 bytes.
-        if not name.startswith("wgrad_update_hopper") and "rope backward" not in name:
+        # Those that copy by the tensor memory engine, one that is better off with 8 bytes, and one
+        # that spreads sines over threads.
+        narrow = "rope backward" in name or "rope_tables" in name
+        if not name.startswith("wgrad_update_hopper") and not narrow:
             assert kernel["wide"] > 0, name
 
 
