@@ -28,6 +28,8 @@ from forge.kernels import (
     rms_norm,
     rope_tables,
     row_update,
+    rows_apart,
+    sort_ids,
     swiglu,
     target,
     wgrad_update,
@@ -64,7 +66,7 @@ def usage(source: Any, options: dict[str, Any]) -> dict[str, int]:
 
 def rows_kernel(rule: Any, states: str) -> dict[str, int]:
     """The second update of a tied weight's looked-up rows."""
-    kernel = row_update._update_rows_kernel
+    kernel = rows_apart._update_rows_kernel
     names, count = kernel.arg_names, len(rule.states)
     signs = {name: "*u8" if name in rule.nonnegative else "*i8" for name in rule.states}
     stored = tuple(signs.values()) if states == "int8" else ("*bf16",) * count
@@ -79,7 +81,7 @@ def rows_kernel(rule: Any, states: str) -> dict[str, int]:
         RULE=rule.update.triton,
         SCALARS=rule.scalar_count,
         STOCHASTIC=True,
-        BLOCK_T=row_update._TOKENS,
+        BLOCK_T=row_update.TOKENS,
         BLOCK_C=target.BLOCK if states == "int8" else 256,
     )
     types |= dict.fromkeys(constants, "constexpr")
@@ -97,6 +99,36 @@ def rows_kernel(rule: Any, states: str) -> dict[str, int]:
         {position: [["tt.divisibility", 16]] for position in aligned},
     )
     return usage(source, {"num_warps": 1})
+
+
+def keep_kernel(states: str) -> dict[str, int]:
+    """What keeps a tied weight's looked-up rows, of bf16 or of 8-bit states."""
+    kernel = rows_apart._keep_rows_kernel
+    names, tile = kernel.arg_names, dict(rows_apart._KEEP)
+    options = {"num_warps": tile.pop("num_warps")}
+    stored = ("*bf16", *(("*i8", "*u8") if states == "int8" else ("*bf16", "*bf16")))
+    scales = ("*u8", "*u8") if states == "int8" else ()
+    types = {
+        **dict.fromkeys(("stored", "kept"), stored),
+        **dict.fromkeys(("scales", "kept_scales"), scales),
+        **dict.fromkeys(("ids_ptr", "sorted_ptr", "order_ptr"), "*i64"),
+    }
+    constants = dict(COUNT=True, BLOCK_T=512, BLOCK_C=1024, BLOCK_S=8, **tile)
+    types |= dict.fromkeys(constants, "constexpr")
+    signature = {n: types.get(n, "*bf16" if n.endswith("_ptr") else "i32") for n in names}
+    aligned: list[tuple[int, ...]] = []
+    for i, (n, kind) in enumerate(signature.items()):
+        if isinstance(kind, tuple):
+            aligned += [(i, j) for j in range(len(kind))]
+        elif n not in ("tokens", *constants):
+            aligned.append((i,))
+    source = ASTSource(
+        kernel,
+        signature,
+        {(names.index(n),): value for n, value in constants.items()},
+        {position: [["tt.divisibility", 16]] for position in aligned},
+    )
+    return usage(source, options)
 
 
 def table_kernel(
@@ -150,6 +182,7 @@ def model_kernel(kernel: Any, tile: dict[str, int], **constants: Any) -> dict[st
         "table_ptr": "*i64",
         "ids_ptr": "*i64",
         "order_ptr": "*i64",
+        "sorted_ptr": "*i64",
         "positions_ptr": "*i64",
         "inv_freq_ptr": "*fp32",
         "eps": "fp32",
@@ -213,8 +246,12 @@ def model_kernels() -> dict[str, dict[str, int]]:
             CONTINUED=bool(continued),
             **({} if grad and not lse else {"dloss_ptr": None}),
         )
-    tile = dict(BLOCK_T=row_update._TOKENS, BLOCK_C=256, num_warps=1)
+    tile = dict(BLOCK_T=row_update.TOKENS, BLOCK_C=256, num_warps=1)
     found["model add_rows"] = model_kernel(row_update._add_rows_kernel, tile)
+    tile = sort_ids._TILE | dict(BLOCK=512)
+    found["model sort_ids"] = model_kernel(sort_ids._sort_ids_kernel, tile)
+    for states in ("bf16", "int8"):
+        found[f"model keep_rows {states}"] = keep_kernel(states)
     tile = column_sum._TILE
     found["model column_sum"] = model_kernel(column_sum._column_sum_kernel, tile, C=1024)
     found["model column_sums"] = model_kernel(
