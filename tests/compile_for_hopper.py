@@ -21,10 +21,13 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from forge.kernels import (
     apply_rule,
     attention,
+    attention_backward,
+    attention_tiles,
     column_sum,
     hopper_ring,
     linear_cross_entropy,
     qk_norm_rope,
+    qk_norm_rope_backward,
     rms_norm,
     rope_tables,
     row_update,
@@ -217,12 +220,12 @@ def model_kernels() -> dict[str, dict[str, int]]:
         sizes = dict(H=heads, K=8, D=128)
         found[f"model qk_norm_rope {heads}"] = model_kernel(
             qk_norm_rope._qk_norm_rope_fwd_kernel,
-            qk_norm_rope._tile(128, qk_norm_rope._FORWARD_WARPS),
+            qk_norm_rope_backward.tile_of_heads(128, qk_norm_rope._WARPS),
             **sizes,
         )
         found[f"model qk_norm_rope backward {heads}"] = model_kernel(
-            qk_norm_rope._qk_norm_rope_bwd_kernel,
-            qk_norm_rope._tile(128, qk_norm_rope._BACKWARD_WARPS),
+            qk_norm_rope_backward._qk_norm_rope_bwd_kernel,
+            qk_norm_rope_backward.tile_of_heads(128, qk_norm_rope_backward._WARPS),
             VALUES=True,
             **sizes,
         )
@@ -297,26 +300,31 @@ def attention_kernels() -> dict[str, dict[str, int]]:
     found = {}
     for size in (64, 128):
         q = torch.empty(1, 16, 1, size, dtype=torch.bfloat16)
-        common = attention._common(q, q[:, ::2])
+        common = attention_tiles.common_options(q, q[:, ::2])
         found[f"attention {size}"] = attention_kernel(
             attention._attention_fwd_kernel, attention._forward_tile(q), size, **common
         )
         for heads in (1, 2):
-            tile = attention._backward_tile(q) | {"launch_pdl": True}
+            tile = attention_backward._backward_tile(q) | {"launch_pdl": True}
             found[f"attention backward {size} {heads}"] = attention_kernel(
-                attention._attention_bwd_kernel, tile, size, **common, HEADS=heads, PDL=True
+                attention_backward._attention_bwd_kernel,
+                tile,
+                size,
+                **common,
+                HEADS=heads,
+                PDL=True,
             )
         found[f"model attention delta {size}"] = attention_kernel(
-            attention._attention_delta_kernel,
-            dict(ROWS=attention._DELTA_ROWS, num_warps=4),
+            attention_backward._attention_delta_kernel,
+            dict(ROWS=attention_backward._DELTA_ROWS, num_warps=4),
             size,
             H=16,
             D=size,
             PDL=True,
         )
         found[f"model sum_heads {size}"] = attention_kernel(
-            attention._sum_heads_kernel,
-            dict(ROWS=attention._SUM_ROWS, num_warps=4, launch_pdl=True),
+            attention_backward._sum_heads_kernel,
+            dict(ROWS=attention_backward._SUM_ROWS, num_warps=4, launch_pdl=True),
             size,
             GROUP=2,
             D=size,

@@ -21,7 +21,7 @@ from forge.harness import options
 from forge.harness.attention import attention_backend
 from forge.harness.rows import select_rows
 from forge.harness.workloads import MODELS, build_model
-from forge.kernels import attention as module
+from forge.kernels import attention_backward as module
 from forge.kernels import runtime
 from forge.kernels.attention import attention, attention_reference
 
