@@ -12,7 +12,7 @@ from torch import nn
 import forge.kernels.attention  # noqa: F401  (its name is an argument's below)
 from forge.kernels import (  # noqa: F401
     linear_cross_entropy,
-    qk_norm_rope,
+    qkv_attention,
     rms_norm,
     rope_tables,
     swiglu,

@@ -34,6 +34,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
 from forge.kernels.attention import DTYPES, HEAD_SIZES, attention
 from forge.kernels.linear_cross_entropy import linear_cross_entropy
 from forge.kernels.qk_norm_rope import qk_norm_rope, qkv_norm_rope
+from forge.kernels.qkv_attention import qkv_attention
 from forge.kernels.rms_norm import add_rms_norm, rms_norm
 from forge.kernels.rope_tables import counted_rope_tables, rope_tables
 from forge.kernels.runtime import runs_triton
@@ -126,7 +127,7 @@ class ForgeQwen3RotaryEmbedding(Qwen3RotaryEmbedding):
 
 
 class ForgeQwen3Attention(Qwen3Attention):
-    """One product for q, k and v, one kernel for their norms and rotation; see ``_attend``."""
+    """One product for q, k and v, one kernel for their norms and rotation; see ``_is_ours``."""
 
     def forward(
         self,
@@ -151,32 +152,46 @@ class ForgeQwen3Attention(Qwen3Attention):
         eps = self.q_norm.variance_epsilon
         cos, sin = position_embeddings
         qkv = packed_linear(hidden_states, (self.q_proj, self.k_proj, self.v_proj))
+        scores = None
         if qkv is not None:
             heads = self.q_proj.out_features // self.head_dim
+            # What is decided by, of all heads.
+            raw = qkv.detach().unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            if weights[0].dtype == qkv.dtype and self._is_ours(raw, raw, attention_mask, kwargs):
+                out = qkv_attention(
+                    qkv, *weights, cos, sin, heads, eps, self.scaling, collect=collect
+                ).transpose(1, 2)
+                return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1)), None
             q, k, v = qkv_norm_rope(qkv, *weights, cos, sin, heads, eps, collect=collect)
         else:
             q, k = self.q_proj(hidden_states), self.k_proj(hidden_states)
             q, k = qk_norm_rope(q, k, *weights, cos, sin, eps, collect=collect)
             v = self.v_proj(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-        out, scores = self._attend(q, k, v, attention_mask, kwargs)
+        if self._is_ours(q, v, attention_mask, kwargs):
+            out = attention(q, k, v, self.scaling).transpose(1, 2)
+        else:
+            out, scores = self._attend(q, k, v, attention_mask, kwargs)
         return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1)), scores
+
+    def _is_ours(self, q: Tensor, v: Tensor, mask: Tensor | None, kwargs: dict[str, Any]) -> bool:
+        """Whether this package's kernels attend, for q and v [B, any heads, T, D].
+
+        If ``attention="forge"``, or if ``"auto"`` and they are known to win: up to ``SHORT`` tokens
+        in bf16 or fp16, on Hopper. Otherwise does what the model was configured with, which is all
+        there is for a mask, dropout and other implementations.
+        """
+        asked = self.__dict__.get("_attention", "auto")
+        if asked != "forge" and not (asked == "auto" and _is_short(q)):
+            return False
+        reason = self._needs_sdpa(q, v, mask, kwargs)
+        if reason is not None and asked == "forge":
+            raise ValueError(f'attention="forge": {reason}; use forge.optimize(model)')
+        return reason is None
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, kwargs: dict[str, Any]
     ) -> tuple[Tensor, Tensor | None]:
-        """Attention [B, T, H, D] of q [B, H, T, D], k and v, and the scores where they exist.
-
-        By this package's kernel if ``attention="forge"``, or if ``"auto"`` and it is known to win:
-        up to ``SHORT`` tokens in bf16 or fp16, on Hopper. Otherwise by what the model was
-        configured with, which is all there is for a mask, dropout and other implementations.
-        """
-        asked = self.__dict__.get("_attention", "auto")
-        if asked == "forge" or (asked == "auto" and _is_short(q)):
-            reason = self._needs_sdpa(q, v, mask, kwargs)
-            if reason is None:
-                return attention(q, k, v, self.scaling).transpose(1, 2), None
-            if asked == "forge":
-                raise ValueError(f'attention="forge": {reason}; use forge.optimize(model)')
+        """Configured attention [B, T, H, D] of q [B, H, T, D], k, v; scores where they exist."""
         return self._configured()(
             self,
             q,

@@ -178,15 +178,14 @@ def attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Te
         ValueError: a shape, dtype or scale does not fit; the message names the argument.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    _check(q, k, v, scale)
+    check_attention(q, k, v, scale)
     if not runs_triton(q):
         return attention_reference(q, k, v, scale)
-    if q.dtype not in DTYPES:
-        raise ValueError(f"q: {q.dtype} is not bf16, fp16 or fp32; use torch's SDPA")
     return AttentionFunction.apply(q, k, v, scale)
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, scale: float) -> None:
+def check_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> None:
+    """ValueError where something does not fit."""
     if q.dim() != 4 or q.shape[3] not in HEAD_SIZES:
         raise ValueError(
             f"q: {tuple(q.shape)} must be [B, H, T, D] with D one of "
@@ -209,3 +208,5 @@ def _check(q: Tensor, k: Tensor, v: Tensor, scale: float) -> None:
             )
     if not 0 < scale < math.inf:
         raise ValueError(f"scale={scale} must be above 0 and finite")
+    if runs_triton(q) and q.dtype not in DTYPES:
+        raise ValueError(f"q: {q.dtype} is not bf16, fp16 or fp32; use torch's SDPA")

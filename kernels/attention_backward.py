@@ -230,20 +230,32 @@ def _launches_early(q: Tensor) -> bool:
 
 
 def attention_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    whole: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v, in memory as [B, T, heads, D], by the kernels."""
+    """Gradients of q, k and v, in memory as [B, T, heads, D], by the kernels.
+
+    Args:
+        whole: False may leave those of k and v in parts: fp32 [B, H, T, D], of which H/K neighbours
+            add up to one. Who reads them next can add as he loads, and saves a kernel.
+    """
     batch, heads, tokens, size = q.shape
     kv_heads, pdl = k.shape[1], _launches_early(q)
     early = dict(launch_pdl=True) if pdl else {}
     tile, common = _backward_tile(q), common_options(q, k)
     split = _splits(q, k)
     dq = torch.empty((batch, tokens, heads, size), dtype=q.dtype, device=q.device)
-    dkv = torch.empty((2, batch, tokens, kv_heads, size), dtype=q.dtype, device=q.device)
-    parts = dkv
+    shape, kept = (2, batch, tokens, kv_heads, size), q.dtype
     if split:
-        shape = (2, batch, tokens, heads, size)
-        parts = torch.empty(shape, dtype=torch.float32, device=q.device)
+        shape, kept = (2, batch, tokens, heads, size), torch.float32
+    parts = dq.new_empty(shape, dtype=kept)
+    dkv = dq.new_empty((2, batch, tokens, kv_heads, size)) if split and whole else parts
     delta = torch.empty_like(lse)
     if dq.numel():
         dout, q, k, v = map(loadable, (dout, q, k, v))
@@ -281,10 +293,11 @@ def attention_backward(
                 **tile,
                 **early,
             )
-            if split:
+            if split and whole:
                 rows = 2 * batch * tokens * kv_heads
                 _sum_heads_kernel[(-(-rows // _SUM_ROWS),)](
                     parts, dkv, rows, GROUP=heads // kv_heads, D=size, PDL=pdl, ROWS=_SUM_ROWS,
                     **early,
                 )  # fmt: skip
-    return dq.transpose(1, 2), dkv[0].transpose(1, 2), dkv[1].transpose(1, 2)
+    dk, dv = dkv
+    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)

@@ -22,6 +22,8 @@ they return is ready for the next projection without a copy.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -184,18 +186,34 @@ class QKNormRopeFunction(torch.autograd.Function):
         sums, first = qk_norm_rope_backward(
             grads, (parts[0], parts[1]), tuple(outputs), q_weight, k_weight, cos, sin, ctx.eps
         )
-        missing = [
-            need and (collect is None or not collect(rows))
-            for need, collect, rows in zip(
-                ctx.needs_input_grad, ctx.collect, (sums[:first], sums[first:]), strict=False
-            )
-        ]
-        dw_q = dw_k = None
-        if any(missing):
-            dw_q, dw_k = column_sum(sums, q_weight.dtype, first)
-            dw_q = dw_q if missing[0] else None
-            dw_k = dw_k.to(k_weight.dtype) if missing[1] else None
-        return dw_q, dw_k, None, None, None, None, None, *results
+        dws = norm_weights_backward(
+            sums, first, (q_weight, k_weight), ctx.needs_input_grad[:2], ctx.collect
+        )
+        return *dws, None, None, None, None, None, *results
+
+
+def norm_weights_backward(
+    sums: Tensor,
+    first: int,
+    weights: tuple[Tensor, Tensor],
+    needed: Sequence[bool],
+    collect: tuple[Collect | None, Collect | None],
+) -> list[Tensor | None]:
+    """Those of both weights, from what :func:`qk_norm_rope_backward` returns.
+
+    None where one is not needed or ``collect`` takes its parts.
+    """
+    missing = [
+        need and (take is None or not take(rows))
+        for need, take, rows in zip(needed, collect, (sums[:first], sums[first:]), strict=True)
+    ]
+    if not any(missing):
+        return [None, None]
+    both = column_sum(sums, weights[0].dtype, first)
+    return [
+        dw.to(weight.dtype) if miss else None
+        for dw, weight, miss in zip(both, weights, missing, strict=True)
+    ]
 
 
 def qk_norm_rope(
@@ -259,14 +277,7 @@ def qkv_norm_rope(
         ValueError: shapes do not fit; the message names the argument.
     """
     size = q_weight.shape[0]
-    rest = qkv.shape[-1] - q_heads * size
-    if rest <= 0 or rest % (2 * size):
-        raise ValueError(
-            f"qkv: {qkv.shape[-1]} columns are not {q_heads} query heads and as many key as value "
-            f"heads of {size}"
-        )
-    sizes = [q_heads * size, rest // 2, rest // 2]
-    _check(("qkv", qkv), ("qkv", qkv), q_weight, k_weight, cos, sin)
+    sizes = check_packed(qkv, q_weight, k_weight, cos, sin, q_heads)
     if not runs_triton(qkv):
         q, k, v = qkv.split(sizes, dim=-1)
         return (
@@ -275,6 +286,22 @@ def qkv_norm_rope(
             v.unflatten(-1, (-1, size)).transpose(1, 2),
         )
     return QKNormRopeFunction.apply(q_weight, k_weight, cos, sin, eps, sizes, collect, qkv)
+
+
+def check_packed(
+    qkv: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, q_heads: int
+) -> list[int]:
+    """The columns of q, k and v of ``qkv``; ValueError where something does not fit."""
+    size = q_weight.shape[0]
+    rest = qkv.shape[-1] - q_heads * size
+    if rest <= 0 or rest % (2 * size):
+        raise ValueError(
+            f"qkv: {qkv.shape[-1]} columns are not {q_heads} query heads and as many key as value "
+            f"heads of {size}"
+        )
+    sizes = [q_heads * size, rest // 2, rest // 2]
+    _check(("qkv", qkv), ("qkv", qkv), q_weight, k_weight, cos, sin)
+    return sizes
 
 
 def _check(

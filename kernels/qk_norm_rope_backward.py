@@ -34,18 +34,34 @@ def load_rotation(cos_ptr, sin_ptr, c, mask, D: tl.constexpr):
 
 
 @triton.jit
-def _backward_heads(grads, x_ptr, w_ptr, dx_ptr, rotation, dw, h, c, mask, eps, D: tl.constexpr):
+def _gradient(grads, h, c, mask, PARTS: tl.constexpr):
+    """fp32 [HEADS, D/2]: the sum of the parts of each head's gradient at ``c``.
+
+    ``grads``: where the gradient of this token is, and the stride of its heads, of which PARTS
+    neighbours belong to one of ``h``.
+    """
+    ptr = grads[0] + h.to(tl.int64) * (PARTS * grads[1]) + c
+    total = tl.load(ptr, mask, other=0.0).to(tl.float32)
+    for g in tl.static_range(1, PARTS):
+        total += tl.load(ptr + g * grads[1], mask, other=0.0).to(tl.float32)
+    return total
+
+
+@triton.jit
+def _backward_heads(
+    grads, x_ptr, w_ptr, dx_ptr, rotation, dw, h, c, mask, eps,
+    PARTS: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
     """Write the gradient of some heads; add that of the weight to the halves ``dw`` [HEADS, D/2].
 
-    ``grads``: where the output's gradient of this token is, and the stride of its heads.
+    ``grads``: of the output, as _gradient takes it.
     """
     cos_a, sin_a, cos_b, sin_b = rotation
     index = h * D + c
     a = tl.load(x_ptr + index, mask, other=0.0).to(tl.float32)
     b = tl.load(x_ptr + index + D // 2, mask, other=0.0).to(tl.float32)
-    dout_ptr = grads[0] + h.to(tl.int64) * grads[1] + c
-    da = tl.load(dout_ptr, mask, other=0.0).to(tl.float32)
-    db = tl.load(dout_ptr + D // 2, mask, other=0.0).to(tl.float32)
+    da = _gradient(grads, h, c, mask, PARTS)
+    db = _gradient(grads, h, c + D // 2, mask, PARTS)
     rstd = tl.rsqrt((tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)) / D + eps)[:, None]
     a *= rstd
     b *= rstd
@@ -77,6 +93,7 @@ def _backward_part(
     eps,
     FIRST,
     COUNT: tl.constexpr,
+    PARTS: tl.constexpr,
     D: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -95,10 +112,10 @@ def _backward_part(
         row = tl.cast(row, tl.int64)
         if len(values) > 0:
             v, dv = values
-            v_ptr = v[0] + b * v[1] + t * v[3] + h.to(tl.int64) * v[2] + c
+            v_grads = (v[0] + b * v[1] + t * v[3], v[2])
             dv_ptr = dv[0] + row * dv[1] + h * D + c
-            v_a = tl.load(v_ptr, mask)
-            v_b = tl.load(v_ptr + D // 2, mask)
+            v_a = _gradient(v_grads, h, c, mask, PARTS).to(dv_ptr.dtype.element_ty)
+            v_b = _gradient(v_grads, h, c + D // 2, mask, PARTS).to(dv_ptr.dtype.element_ty)
             tl.store(dv_ptr, v_a, mask)
             tl.store(dv_ptr + D // 2, v_b, mask)
         cos_ptr = cos[0] + b * cos[1] + t * cos[2]
@@ -107,7 +124,7 @@ def _backward_part(
         grads = (grad[0] + b * grad[1] + t * grad[3], grad[2])
         x_ptr, dx_ptr = x[0] + row * x[1], dx[0] + row * dx[1]
         dw_a, dw_b = _backward_heads(
-            grads, x_ptr, w_ptr, dx_ptr, rotation, (dw_a, dw_b), h, c, mask, eps, D
+            grads, x_ptr, w_ptr, dx_ptr, rotation, (dw_a, dw_b), h, c, mask, eps, PARTS, D
         )
     tl.store(parts_ptr + c, tl.sum(dw_a, axis=0)[None, :], c < D // 2)
     tl.store(parts_ptr + c + D // 2, tl.sum(dw_b, axis=0)[None, :], c < D // 2)
@@ -151,6 +168,7 @@ def _qk_norm_rope_bwd_kernel(
     eps,
     H: tl.constexpr,
     K: tl.constexpr,
+    PARTS: tl.constexpr,  # of the gradients of k and v, each [B, K * PARTS, T, D]
     D: tl.constexpr,
     VALUES: tl.constexpr,
     HEADS: tl.constexpr,
@@ -161,20 +179,25 @@ def _qk_norm_rope_bwd_kernel(
     cos = (cos_ptr, cos_batch, cos_pitch)
     sin = (sin_ptr, sin_batch, sin_pitch)
     q_parts: tl.constexpr = (H + HEADS - 1) // HEADS
+    # No names in here: what both branches call the same must have one type.
     if part < q_parts:
-        grad, x = (dq_ptr, dq_batch, dq_head, dq_token), (q_in_ptr, q_pitch)
         _backward_part(
-            grad, x, (dq_in_ptr, dq_in_pitch), (), q_weight_ptr, cos, sin, parts_ptr,
-            T, rows, eps, part * HEADS, H, D, HEADS, BLOCK,
+            (dq_ptr, dq_batch, dq_head, dq_token), (q_in_ptr, q_pitch), (dq_in_ptr, dq_in_pitch),
+            (), q_weight_ptr, cos, sin, parts_ptr,
+            T, rows, eps, part * HEADS, H, 1, D, HEADS, BLOCK,
+        )  # fmt: skip
+    elif VALUES:
+        _backward_part(
+            (dk_ptr, dk_batch, dk_head, dk_token), (k_in_ptr, k_pitch), (dk_in_ptr, dk_in_pitch),
+            ((dv_ptr, dv_batch, dv_head, dv_token), (dv_in_ptr, dv_in_pitch)),
+            k_weight_ptr, cos, sin, parts_ptr,
+            T, rows, eps, (part - q_parts) * HEADS, K, PARTS, D, HEADS, BLOCK,
         )  # fmt: skip
     else:
-        grad, x = (dk_ptr, dk_batch, dk_head, dk_token), (k_in_ptr, k_pitch)
-        values = ()
-        if VALUES:
-            values = ((dv_ptr, dv_batch, dv_head, dv_token), (dv_in_ptr, dv_in_pitch))
         _backward_part(
-            grad, x, (dk_in_ptr, dk_in_pitch), values, k_weight_ptr, cos, sin, parts_ptr,
-            T, rows, eps, (part - q_parts) * HEADS, K, D, HEADS, BLOCK,
+            (dk_ptr, dk_batch, dk_head, dk_token), (k_in_ptr, k_pitch), (dk_in_ptr, dk_in_pitch),
+            (), k_weight_ptr, cos, sin, parts_ptr,
+            T, rows, eps, (part - q_parts) * HEADS, K, PARTS, D, HEADS, BLOCK,
         )  # fmt: skip
 
 
@@ -191,7 +214,8 @@ def qk_norm_rope_backward(
     """Write the gradients of q and k, copy that of v, by one kernel.
 
     Args:
-        grads: of the outputs q [B, H, T, D], k [B, K, T, D] and perhaps v [B, K, T, D].
+        grads: of the outputs q [B, H, T, D], k [B, K, T, D] and perhaps v [B, K, T, D]. Those of k
+            and v may come in n parts, [B, K * n, T, D], those of a head side by side.
         inputs: q [B, T, H*D] and k [B, T, K*D].
         outputs: written: the gradients of q, k and perhaps v, [B, T, (H, K, K)*D], rows of any
             pitch.
@@ -205,7 +229,8 @@ def qk_norm_rope_backward(
     q_rows, k_rows = map(as_rows, inputs)
     written = tuple(map(as_rows, outputs))
     cos, sin = batched(cos, batch), batched(sin, batch)
-    groups = [-(-n // HEADS) for n in (heads, grads[1].shape[1])]
+    kv_heads = inputs[1].shape[-1] // size
+    groups = [-(-n // HEADS) for n in (heads, kv_heads)]
     # Eight programs a multiprocessor, all of which run at once.
     programs = max(1, min(batch * tokens, 8 * processors(q_rows) // sum(groups)))
     counts = [programs * n for n in groups]
@@ -233,7 +258,8 @@ def qk_norm_rope_backward(
             *sin.stride()[:2],
             eps,
             H=heads,
-            K=grads[1].shape[1],
+            K=kv_heads,
+            PARTS=grads[1].shape[1] // kv_heads,
             D=size,
             VALUES=len(grads) == 3,
             **tile_of_heads(size, _WARPS),

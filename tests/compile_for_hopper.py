@@ -169,8 +169,13 @@ def table_kernel(
     return usage(source, options)
 
 
-def model_kernel(kernel: Any, tile: dict[str, int], **constants: Any) -> dict[str, int]:
-    """A kernel of the model, bf16 tensors; all that is not sized by tokens a multiple of 16."""
+def model_kernel(
+    kernel: Any, tile: dict[str, int], others: dict[str, str] | None = None, **constants: Any
+) -> dict[str, int]:
+    """A kernel of the model; all that is not sized by tokens a multiple of 16.
+
+    Tensors are bf16, but for ``others``: types by name.
+    """
     names = kernel.arg_names
     tile = dict(tile)
     options = {"num_warps": tile.pop("num_warps")}
@@ -190,6 +195,7 @@ def model_kernel(kernel: Any, tile: dict[str, int], **constants: Any) -> dict[st
         "inv_freq_ptr": "*fp32",
         "eps": "fp32",
         "scaling": "fp32",
+        **(others or {}),
     }
     signature = {
         n: "constexpr" if n in constants else types.get(n, "*bf16" if n.endswith("_ptr") else "i32")
@@ -227,6 +233,15 @@ def model_kernels() -> dict[str, dict[str, int]]:
             qk_norm_rope_backward._qk_norm_rope_bwd_kernel,
             qk_norm_rope_backward.tile_of_heads(128, qk_norm_rope_backward._WARPS),
             VALUES=True,
+            PARTS=1,
+            **sizes,
+        )
+        found[f"model qk_norm_rope backward {heads} parts"] = model_kernel(
+            qk_norm_rope_backward._qk_norm_rope_bwd_kernel,
+            qk_norm_rope_backward.tile_of_heads(128, qk_norm_rope_backward._WARPS),
+            {"dk_ptr": "*fp32", "dv_ptr": "*fp32"},
+            VALUES=True,
+            PARTS=heads // 8,
             **sizes,
         )
     tile = dict(ROWS=rope_tables._ROWS, BLOCK=64, num_warps=4)
