@@ -37,7 +37,14 @@ from forge.kernels.attention_tiles import (
     tile_of,
     wide_block,
 )
-from forge.kernels.runtime import on_device, runs_triton, tl, triton
+from forge.kernels.runtime import (
+    begin,
+    early_launch,
+    on_device,
+    runs_triton,
+    tl,
+    triton,
+)
 
 HEAD_SIZES = (16, 32, 64, 128)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -75,7 +82,9 @@ def _attention_fwd_kernel(
     UPCAST: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    begin(PDL)
     rank = tl.program_id(0) // (B * H)
     head = tl.program_id(0) - rank * (B * H)
     b = head // H
@@ -136,6 +145,7 @@ def attention_forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Te
                 scale * math.log2(math.e),
                 **common_options(q, k),
                 **tile,
+                **early_launch(q),
             )
     return out.transpose(1, 2), lse
 

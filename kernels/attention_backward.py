@@ -24,7 +24,7 @@ from forge.kernels.attention_tiles import (
     tile_of,
     wide_block,
 )
-from forge.kernels.runtime import on_device, processors, tl, triton
+from forge.kernels.runtime import begin, early_launch, on_device, processors, tl, triton
 
 _DELTA_ROWS = _SUM_ROWS = 32  # tokens of a program
 # Up to so many tokens query heads that share keys go to programs of their own. A guess, to be
@@ -44,8 +44,7 @@ def _attention_delta_kernel(
     PDL: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    begin(PDL)
     head = tl.program_id(0)
     first = tl.program_id(1) * ROWS
     dout_rows = rows_of(dout, head // H, head % H, first, T, ROWS, D).to(tl.float32)
@@ -63,6 +62,9 @@ def _dk_dv(
 ):  # fmt: skip
     """Gradients of the keys and values from ``first`` on, by query heads h to h + HEADS.
 
+    What it loads before it waits is older than the kernel in front, which forms delta: that one has
+    waited for it.
+
     Scores are transposed, [keys, queries]: p and ds then are left operands, which the tensor cores
     read from registers.
     """
@@ -73,8 +75,7 @@ def _dk_dv(
     dk = tl.zeros((BLOCK, D), tl.float32)
     dv = tl.zeros((BLOCK, D), tl.float32)
     blocks = tl.cdiv(T - first, BLOCK)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    begin(PDL)
     for i in range(HEADS * blocks):
         head = h + i // blocks
         start = first + i % blocks * BLOCK
@@ -105,8 +106,7 @@ def _dq(
     do_tile = rows_of(dout, b, h, first, T, BLOCK, D)
     row = tl.cast(b * H + h, tl.int64) * pitch
     lse = tl.load(lse_ptr + row + t)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    begin(PDL)
     delta = tl.load(delta_ptr + row + t)
     dq = tl.zeros((BLOCK, D), tl.float32)
     for start in range(0, min(first + BLOCK, T), BLOCK):
@@ -193,8 +193,7 @@ def _sum_heads_kernel(
     r = r.to(tl.int64)
     d = tl.arange(0, D)[None, :]
     total = tl.zeros((ROWS, D), tl.float32)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    begin(PDL)
     for g in tl.static_range(GROUP):
         total += tl.load(parts_ptr + (r * GROUP + g) * D + d, mask, other=0.0)
     tl.store(out_ptr + r * D + d, total.to(out_ptr.dtype.element_ty), mask)
@@ -224,11 +223,6 @@ def _turn(programs: int, q: Tensor) -> int:
     return processors(q) if programs <= 2 * processors(q) else programs
 
 
-def _launches_early(q: Tensor) -> bool:
-    """Whether a kernel may start before the end of the one whose results it waits for."""
-    return q.is_cuda and torch.cuda.get_device_capability(q.device) >= (9, 0)
-
-
 def attention_backward(
     dout: Tensor,
     q: Tensor,
@@ -246,8 +240,7 @@ def attention_backward(
             add up to one. Who reads them next can add as he loads, and saves a kernel.
     """
     batch, heads, tokens, size = q.shape
-    kv_heads, pdl = k.shape[1], _launches_early(q)
-    early = dict(launch_pdl=True) if pdl else {}
+    kv_heads, early = k.shape[1], early_launch(q)
     tile, common = _backward_tile(q), common_options(q, k)
     split = _splits(q, k)
     dq = torch.empty((batch, tokens, heads, size), dtype=q.dtype, device=q.device)
@@ -268,8 +261,8 @@ def attention_backward(
                 delta.shape[1],
                 H=heads,
                 D=size,
-                PDL=pdl,
                 ROWS=_DELTA_ROWS,
+                **early,
             )
             programs = batch * (heads + (heads if split else kv_heads))
             programs *= -(-tokens // tile["BLOCK"])
@@ -288,7 +281,6 @@ def attention_backward(
                 scale * math.log2(math.e),
                 scale,
                 HEADS=1 if split else heads // kv_heads,
-                PDL=pdl,
                 **common,
                 **tile,
                 **early,
@@ -296,7 +288,7 @@ def attention_backward(
             if split and whole:
                 rows = 2 * batch * tokens * kv_heads
                 _sum_heads_kernel[(-(-rows // _SUM_ROWS),)](
-                    parts, dkv, rows, GROUP=heads // kv_heads, D=size, PDL=pdl, ROWS=_SUM_ROWS,
+                    parts, dkv, rows, GROUP=heads // kv_heads, D=size, ROWS=_SUM_ROWS,
                     **early,
                 )  # fmt: skip
     dk, dv = dkv

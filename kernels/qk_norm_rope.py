@@ -39,6 +39,8 @@ from forge.kernels.qk_norm_rope_backward import (
 from forge.kernels.rms_norm import rms_norm_reference
 from forge.kernels.runtime import (
     as_rows,
+    begin,
+    early_launch,
     on_device,
     runs_triton,
     tl,
@@ -94,7 +96,9 @@ def _qk_norm_rope_fwd_kernel(
     D: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    begin(PDL)
     b = tl.program_id(0) // T
     t = (tl.program_id(0) - b * T).to(tl.int64)
     b = b.to(tl.int64)
@@ -154,6 +158,7 @@ def qk_norm_rope_forward(
                 K=kv_heads,
                 D=size,
                 **tile_of_heads(size, _WARPS),
+                **early_launch(q_rows),
             )
     return q_out.transpose(1, 2), k_out.transpose(1, 2)
 

@@ -5,7 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from forge.kernels.runtime import as_rows, on_device, power_of_2, processors, tl, triton
+from forge.kernels.runtime import (
+    as_rows,
+    begin,
+    early_launch,
+    on_device,
+    power_of_2,
+    processors,
+    tl,
+    triton,
+)
 
 HEADS = 8  # a program takes so many heads of a token at a time
 # 8 bytes an access. 16 take 136 registers a thread and leave room for 14 warps a multiprocessor;
@@ -173,7 +182,9 @@ def _qk_norm_rope_bwd_kernel(
     VALUES: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    begin(PDL)
     part = tl.program_id(1)
     parts_ptr += (part * tl.num_programs(0) + tl.program_id(0)) * D
     cos = (cos_ptr, cos_batch, cos_pitch)
@@ -263,5 +274,6 @@ def qk_norm_rope_backward(
             D=size,
             VALUES=len(grads) == 3,
             **tile_of_heads(size, _WARPS),
+            **early_launch(q_rows),
         )
     return parts, counts[0]

@@ -12,7 +12,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from forge.kernels.runtime import on_device, power_of_2, runs_triton, tl, triton
+from forge.kernels.runtime import (
+    begin,
+    early_launch,
+    on_device,
+    power_of_2,
+    runs_triton,
+    tl,
+    triton,
+)
 
 # Tokens of a program: one angle a thread at D = 128. Sines take time, not the few bytes written.
 _ROWS = 2
@@ -47,7 +55,9 @@ def _rope_tables_kernel(
     COUNT: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    begin(PDL)
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     c = tl.arange(0, BLOCK)[None, :]
     if COUNT:
@@ -87,6 +97,7 @@ def _launch(
                 ROWS=_ROWS,
                 BLOCK=power_of_2(half),
                 num_warps=4,
+                **early_launch(cos),
             )
     return cos, sin
 

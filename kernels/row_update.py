@@ -25,6 +25,8 @@ from forge.kernels.apply_rule import apply_rule
 from forge.kernels.runtime import (
     Dual,
     as_rows,
+    begin,
+    early_launch,
     on_device,
     power_of_2,
     runs_triton,
@@ -83,7 +85,9 @@ def _add_rows_kernel(
     columns,
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    begin(PDL)
     start = tl.program_id(0)
     id = tl.load(ids_ptr + start)
     before = tl.load(ids_ptr + start - 1, start > 0, other=-1)
@@ -137,7 +141,8 @@ class Rows:
                 columns,
                 BLOCK_T=TOKENS,
                 BLOCK_C=block,
-                num_warps=1,  # most programs leave at once
+                num_warps=1,  # most programs leave at once,
+                **early_launch(grad),
             )
 
 

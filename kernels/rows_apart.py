@@ -23,6 +23,8 @@ from forge.kernels.row_update import TOKENS, sum_rows
 from forge.kernels.runtime import (
     Dual,
     as_rows,
+    begin,
+    early_launch,
     on_device,
     power_of_2,
     runs_triton,
@@ -71,7 +73,9 @@ def _keep_rows_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_S: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    begin(PDL)
     i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     mask = i < tokens
     id = tl.load(ids_ptr + i, mask, other=0)
@@ -116,7 +120,9 @@ def _update_rows_kernel(
     STOCHASTIC: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    begin(PDL)
     start = tl.program_id(0)
     id = tl.load(ids_ptr + start)
     before = tl.load(ids_ptr + start - 1, start > 0, other=-1)
@@ -210,6 +216,7 @@ class RowsApart:
                     BLOCK_C=min(1024, power_of_2(target.param.shape[1])),
                     BLOCK_S=power_of_2(max(1, across)),
                     **_KEEP,
+                    **early_launch(ids),
                 )
         return dy_t
 
@@ -247,6 +254,7 @@ class RowsApart:
                 BLOCK_T=TOKENS,
                 BLOCK_C=block,
                 num_warps=1,
+                **early_launch(rows),
             )
 
     def _update_reference(

@@ -12,7 +12,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from forge.kernels.runtime import on_device, power_of_2, runs_triton, tl, triton
+from forge.kernels.runtime import (
+    begin,
+    early_launch,
+    on_device,
+    power_of_2,
+    runs_triton,
+    tl,
+    triton,
+)
 
 # Up to so many are counted: 4,096 take about 10 us of comparisons and of reads from L2.
 COUNTED = 4096
@@ -40,7 +48,9 @@ def _sort_ids_kernel(
     count,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    begin(PDL)
     i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     id = tl.load(ids_ptr + i, i < count, other=0)
     rank = ranks(ids_ptr, id, i, count, BLOCK)
@@ -72,6 +82,12 @@ def sort_ids(ids: Tensor) -> tuple[Tensor, Tensor]:
     if count:
         with on_device(ids):
             _sort_ids_kernel[(-(-count // _TILE["ROWS"]),)](
-                ids, found, order, count, BLOCK=count_block(count), **_TILE
+                ids,
+                found,
+                order,
+                count,
+                BLOCK=count_block(count),
+                **_TILE,
+                **early_launch(ids),
             )
     return found, order

@@ -17,7 +17,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from forge.kernels.runtime import as_rows, on_device, power_of_2, runs_triton, tl, triton
+from forge.kernels.runtime import (
+    as_rows,
+    begin,
+    early_launch,
+    on_device,
+    power_of_2,
+    runs_triton,
+    tl,
+    triton,
+)
 
 
 def swiglu_reference(gate: Tensor, up: Tensor) -> Tensor:
@@ -30,8 +39,16 @@ def swiglu_reference(gate: Tensor, up: Tensor) -> Tensor:
 
 @triton.jit
 def _swiglu_fwd_kernel(
-    gate_ptr, up_ptr, y_ptr, gate_pitch, up_pitch, F: tl.constexpr, BLOCK: tl.constexpr
+    gate_ptr,
+    up_ptr,
+    y_ptr,
+    gate_pitch,
+    up_pitch,
+    F: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     f = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = f < F
@@ -56,7 +73,9 @@ def _swiglu_bwd_kernel(
     dup_pitch,
     F: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     f = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = f < F
@@ -88,7 +107,14 @@ def swiglu_forward(gate: Tensor, up: Tensor) -> Tensor:
     if y.numel():
         with on_device(y):
             _swiglu_fwd_kernel[grid](
-                gates, ups, y, gates.stride(0), ups.stride(0), F=gates.shape[1], **tile
+                gates,
+                ups,
+                y,
+                gates.stride(0),
+                ups.stride(0),
+                F=gates.shape[1],
+                **tile,
+                **early_launch(y),
             )
     return y
 
@@ -120,6 +146,7 @@ def swiglu_backward(
                 dup.stride(0),
                 F=gates.shape[1],
                 **tile,
+                **early_launch(dy),
             )
 
 

@@ -46,7 +46,7 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 
 def usage(source: Any, options: dict[str, Any]) -> dict[str, int]:
-    """Registers at launch, stack bytes, accesses to local memory (spills), shared memory."""
+    """Registers at launch, stack bytes, accesses to local memory (spills), shared memory, ..."""
     compiled = triton.compile(source, target=HOPPER, options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(compiled.asm["cubin"])
@@ -64,7 +64,17 @@ def usage(source: Any, options: dict[str, Any]) -> dict[str, int]:
         "wide": len(re.findall(r"(?:LDG|STG|LDGSTS)\.E[.A-Z]*\.128", assembly)),
         "products": len(re.findall(r"\bHGMMA\b", assembly)),
         "shared": compiled.metadata.shared,
+        "waits_first": _waits_first(assembly),
     }
+
+
+def _waits_first(assembly: str) -> bool:
+    """Whether a kernel touches no memory before the one in front has ended.
+
+    ACQBULK waits for it, PREEXIT lets the next one start; both once, in this order.
+    """
+    memory = r"\b(LD|ST|LDG|STG|LDGSTS|ATOM|ATOMG|RED|REDG|UTMA\w+|ACQBULK|PREEXIT)\b"
+    return re.findall(memory, assembly)[:2] == ["ACQBULK", "PREEXIT"]
 
 
 def rows_kernel(rule: Any, states: str) -> dict[str, int]:
@@ -86,6 +96,7 @@ def rows_kernel(rule: Any, states: str) -> dict[str, int]:
         STOCHASTIC=True,
         BLOCK_T=row_update.TOKENS,
         BLOCK_C=target.BLOCK if states == "int8" else 256,
+        PDL=True,
     )
     types |= dict.fromkeys(constants, "constexpr")
     signature = {n: types.get(n, "*bf16" if n.endswith("_ptr") else "i32") for n in names}
@@ -101,14 +112,14 @@ def rows_kernel(rule: Any, states: str) -> dict[str, int]:
         {(names.index(n),): value for n, value in constants.items()},
         {position: [["tt.divisibility", 16]] for position in aligned},
     )
-    return usage(source, {"num_warps": 1})
+    return usage(source, {"num_warps": 1, "launch_pdl": True})
 
 
 def keep_kernel(states: str) -> dict[str, int]:
     """What keeps a tied weight's looked-up rows, of bf16 or of 8-bit states."""
     kernel = rows_apart._keep_rows_kernel
     names, tile = kernel.arg_names, dict(rows_apart._KEEP)
-    options = {"num_warps": tile.pop("num_warps")}
+    options = {"num_warps": tile.pop("num_warps"), "launch_pdl": True}
     stored = ("*bf16", *(("*i8", "*u8") if states == "int8" else ("*bf16", "*bf16")))
     scales = ("*u8", "*u8") if states == "int8" else ()
     types = {
@@ -116,7 +127,7 @@ def keep_kernel(states: str) -> dict[str, int]:
         **dict.fromkeys(("scales", "kept_scales"), scales),
         **dict.fromkeys(("ids_ptr", "sorted_ptr", "order_ptr"), "*i64"),
     }
-    constants = dict(COUNT=True, BLOCK_T=512, BLOCK_C=1024, BLOCK_S=8, **tile)
+    constants = dict(COUNT=True, BLOCK_T=512, BLOCK_C=1024, BLOCK_S=8, PDL=True, **tile)
     types |= dict.fromkeys(constants, "constexpr")
     signature = {n: types.get(n, "*bf16" if n.endswith("_ptr") else "i32") for n in names}
     aligned: list[tuple[int, ...]] = []
@@ -178,8 +189,8 @@ def model_kernel(
     """
     names = kernel.arg_names
     tile = dict(tile)
-    options = {"num_warps": tile.pop("num_warps")}
-    constants |= tile
+    options = {"num_warps": tile.pop("num_warps"), "launch_pdl": True}
+    constants |= tile | {"PDL": True}
     types = {
         "parts_ptr": "*fp32",
         "lse_ptr": "*fp32",
@@ -281,8 +292,9 @@ def model_kernels() -> dict[str, dict[str, int]]:
 def attention_kernel(kernel: Any, tile: dict[str, int], size: int, **constants: Any) -> dict:
     """A kernel of attention, bf16 tensors; a group of two query heads a key."""
     names, tile = kernel.arg_names, dict(tile)
-    options = {n: tile.pop(n) for n in ("num_warps", "num_stages", "launch_pdl") if n in tile}
-    constants |= tile
+    options = {n: tile.pop(n) for n in ("num_warps", "num_stages") if n in tile}
+    options["launch_pdl"] = True
+    constants |= tile | {"PDL": True}
     rows = {"q": "BLOCK_Q", "k": "BLOCK_K", "v": "BLOCK_K"}
     types: dict[str, Any] = {n: "*fp32" for n in ("lse_ptr", "delta_ptr", "parts_ptr")}
     types |= {"c": "fp32", "scale": "fp32"} | dict.fromkeys(constants, "constexpr")
@@ -320,7 +332,7 @@ def attention_kernels() -> dict[str, dict[str, int]]:
             attention._attention_fwd_kernel, attention._forward_tile(q), size, **common
         )
         for heads in (1, 2):
-            tile = attention_backward._backward_tile(q) | {"launch_pdl": True}
+            tile = attention_backward._backward_tile(q)
             found[f"attention backward {size} {heads}"] = attention_kernel(
                 attention_backward._attention_bwd_kernel,
                 tile,
@@ -335,15 +347,13 @@ def attention_kernels() -> dict[str, dict[str, int]]:
             size,
             H=16,
             D=size,
-            PDL=True,
         )
         found[f"model sum_heads {size}"] = attention_kernel(
             attention_backward._sum_heads_kernel,
-            dict(ROWS=attention_backward._SUM_ROWS, num_warps=4, launch_pdl=True),
+            dict(ROWS=attention_backward._SUM_ROWS, num_warps=4),
             size,
             GROUP=2,
             D=size,
-            PDL=True,
         )
     return found
 
@@ -381,8 +391,9 @@ def main() -> None:
         for states in ("bf16", "int8") if rule.states else ("bf16",):
             name = f"{rule.name} {'int8' * (states == 'int8')}".strip()
             constants = {"ELEMENTS": apply_rule._ELEMENTS, "BLOCK": target.BLOCK}
+            options = {"num_warps": 4, "launch_pdl": True}
             found[f"apply_rule {name}"] = table_kernel(
-                apply_rule._apply_rule_kernel, rule, constants, {"num_warps": 4}, states
+                apply_rule._apply_rule_kernel, rule, constants | {"PDL": True}, options, states
             )
             if rule.states:
                 found[f"update_rows {name}"] = rows_kernel(rule, states)

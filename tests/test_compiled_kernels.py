@@ -9,6 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from forge.kernels import runtime
 
 pytest.importorskip("triton")
 
@@ -45,6 +48,34 @@ def test_accesses_are_as_wide_as_they_can_be(kernels):
         narrow = any(part in name for part in ("rope backward", "rope_tables", "sort_ids"))
         if not name.startswith("wgrad_update_hopper") and not narrow:
             assert kernel["wide"] > 0, name
+
+
+def test_kernels_that_start_early_touch_nothing_before_they_may(kernels):
+    """And let the next one start no sooner: who is started early relies on it."""
+    late = ("wgrad", "attention backward")  # the first chain and wait in ways of their own
+    checked = [name for name in kernels if not name.startswith(late)]
+    assert len(checked) >= 40
+    assert [name for name in checked if not kernels[name]["waits_first"]] == []
+
+
+@pytest.mark.parametrize(
+    ("capability", "hip", "early"),
+    [((8, 9), None, False), ((9, 0), None, True), ((9, 4), "6", False)],
+)
+def test_what_is_launched_early(monkeypatch, capability, hip, early):
+    class OnGPU:
+        is_cuda = True
+
+        def get_device(self):
+            return 0
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    runtime._launches_early.cache_clear()
+    options = runtime.early_launch(OnGPU())
+    runtime._launches_early.cache_clear()
+    assert options == (dict(PDL=True, launch_pdl=True) if early else dict(PDL=False))
+    assert runtime.early_launch(torch.empty(1)) == dict(PDL=False)
 
 
 def test_products_run_on_the_tensor_cores(kernels):
