@@ -17,9 +17,13 @@ from forge.kernels.runtime import (
 )
 
 HEADS = 8  # a program takes so many heads of a token at a time
-# 8 bytes an access. 16 take 136 registers a thread and leave room for 14 warps a multiprocessor;
-# 8 take 56 and leave room for 36.
-_WARPS = 4
+# 64 registers a thread, so that a multiprocessor holds eight programs of 128 threads. That suffices
+# for two tokens, with 16 bytes an access, if a program has one tile; if it has several, and carries
+# the weight's gradient from one to the next, for one token and 8 bytes.
+_PROGRAMS, _WARPS = 8, 4
+# Up to so many programs for each that can run at once they have one tile each. More would leave the
+# weights' gradients in more parts than are worth keeping.
+_WAVES = 2
 
 
 def batched(table: Tensor, batch: int) -> Tensor:
@@ -43,56 +47,91 @@ def load_rotation(cos_ptr, sin_ptr, c, mask, D: tl.constexpr):
 
 
 @triton.jit
-def _gradient(grads, h, c, mask, PARTS: tl.constexpr):
-    """fp32 [HEADS, D/2]: the sum of the parts of each head's gradient at ``c``.
+def _gradient(grad, b, t, h, c, mask, PARTS: tl.constexpr):
+    """fp32: the sum of the parts of a gradient of [B, heads * PARTS, T, D].
 
-    ``grads``: where the gradient of this token is, and the stride of its heads, of which PARTS
-    neighbours belong to one of ``h``.
+    ``grad``: its address, then its strides by batch, head and token.
     """
-    ptr = grads[0] + h.to(tl.int64) * (PARTS * grads[1]) + c
+    ptr = grad[0] + b * grad[1] + t * grad[3] + h.to(tl.int64) * (PARTS * grad[2]) + c
     total = tl.load(ptr, mask, other=0.0).to(tl.float32)
     for g in tl.static_range(1, PARTS):
-        total += tl.load(ptr + g * grads[1], mask, other=0.0).to(tl.float32)
+        total += tl.load(ptr + g * grad[2], mask, other=0.0).to(tl.float32)
     return total
 
 
 @triton.jit
-def _backward_heads(
-    grads, x_ptr, w_ptr, dx_ptr, rotation, dw, h, c, mask, eps,
-    PARTS: tl.constexpr, D: tl.constexpr,
-):  # fmt: skip
-    """Write the gradient of some heads; add that of the weight to the halves ``dw`` [HEADS, D/2].
+def _rows_and_heads(first, T, FIRST, TOKENS: tl.constexpr, HEADS: tl.constexpr):
+    """Of each row of a tile [TOKENS * HEADS, D/2] its token, also as batch and place, and head."""
+    r = tl.arange(0, TOKENS * HEADS)[:, None]
+    row = first + r // HEADS
+    # In 32 bits: a division in 64 takes a hundred instructions.
+    b = row // T
+    t = (row - b * T).to(tl.int64)
+    return row, b.to(tl.int64), t, FIRST + r % HEADS
 
-    ``grads``: of the output, as _gradient takes it.
+
+@triton.jit
+def _copy_part(
+    grad, target, T, rows, FIRST, COUNT: tl.constexpr, PARTS: tl.constexpr, D: tl.constexpr,
+    TOKENS: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Heads FIRST to FIRST + HEADS of the values' gradient, whose parts are summed, if anything."""
+    c = tl.arange(0, BLOCK)[None, :]
+    for first in range(tl.program_id(0) * TOKENS, rows, tl.num_programs(0) * TOKENS):
+        row, b, t, h = _rows_and_heads(first, T, FIRST, TOKENS, HEADS)
+        mask = (row < rows) & (h < COUNT) & (c < D // 2)
+        dv_a = _gradient(grad, b, t, h, c, mask, PARTS)
+        dv_b = _gradient(grad, b, t, h, c + D // 2, mask, PARTS)
+        ptr = target[0] + row.to(tl.int64) * target[1] + h * D + c
+        tl.store(ptr, dv_a.to(ptr.dtype.element_ty), mask)
+        tl.store(ptr + D // 2, dv_b.to(ptr.dtype.element_ty), mask)
+
+
+@triton.jit
+def _backward_tile(
+    grad, x, dx, w_ptr, cos, sin, first, T, rows, eps, FIRST,
+    COUNT: tl.constexpr, PARTS: tl.constexpr, D: tl.constexpr,
+    TOKENS: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write the input's gradient of a tile; return that of the weight, [TOKENS * HEADS, D/2] * 2.
+
+    Arguments as of :func:`_backward_part`.
     """
-    cos_a, sin_a, cos_b, sin_b = rotation
-    index = h * D + c
-    a = tl.load(x_ptr + index, mask, other=0.0).to(tl.float32)
-    b = tl.load(x_ptr + index + D // 2, mask, other=0.0).to(tl.float32)
-    da = _gradient(grads, h, c, mask, PARTS)
-    db = _gradient(grads, h, c + D // 2, mask, PARTS)
-    rstd = tl.rsqrt((tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)) / D + eps)[:, None]
-    a *= rstd
-    b *= rstd
+    c = tl.arange(0, BLOCK)[None, :]
+    in_c = c < D // 2
+    row, b, t, h = _rows_and_heads(first, T, FIRST, TOKENS, HEADS)
+    in_rows = row < rows
+    mask = in_rows & (h < COUNT) & in_c
+    row = row.to(tl.int64)
+    x_ptr = x[0] + row * x[1] + h * D + c
+    x_a = tl.load(x_ptr, mask, other=0.0).to(tl.float32)
+    x_b = tl.load(x_ptr + D // 2, mask, other=0.0).to(tl.float32)
+    da = _gradient(grad, b, t, h, c, mask, PARTS)
+    db = _gradient(grad, b, t, h, c + D // 2, mask, PARTS)
+    cos_ptr = cos[0] + b * cos[1] + t * cos[2]
+    sin_ptr = sin[0] + b * sin[1] + t * sin[2]
+    cos_a, sin_a, cos_b, sin_b = load_rotation(cos_ptr, sin_ptr, c, in_rows & in_c, D)
     dp = da * cos_a + db * sin_b
     dq = db * cos_b - da * sin_a
-    dw_a = dw[0] + dp * a
-    dw_b = dw[1] + dq * b
-    dp *= tl.load(w_ptr + c, c < D // 2, other=0.0).to(tl.float32)
-    dq *= tl.load(w_ptr + c + D // 2, c < D // 2, other=0.0).to(tl.float32)
-    mean = ((tl.sum(dp * a, axis=1) + tl.sum(dq * b, axis=1)) / D)[:, None]
-    dx_type = dx_ptr.dtype.element_ty
-    tl.store(dx_ptr + index, ((dp - a * mean) * rstd).to(dx_type), mask)
-    tl.store(dx_ptr + index + D // 2, ((dq - b * mean) * rstd).to(dx_type), mask)
+    rstd = tl.rsqrt((tl.sum(x_a * x_a, axis=1) + tl.sum(x_b * x_b, axis=1)) / D + eps)[:, None]
+    x_a *= rstd
+    x_b *= rstd
+    dw_a = dp * x_a
+    dw_b = dq * x_b
+    dp *= tl.load(w_ptr + c, in_c, other=0.0).to(tl.float32)
+    dq *= tl.load(w_ptr + c + D // 2, in_c, other=0.0).to(tl.float32)
+    mean = ((tl.sum(dp * x_a, axis=1) + tl.sum(dq * x_b, axis=1)) / D)[:, None]
+    dx_ptr = dx[0] + row * dx[1] + h * D + c
+    tl.store(dx_ptr, ((dp - x_a * mean) * rstd).to(dx_ptr.dtype.element_ty), mask)
+    tl.store(dx_ptr + D // 2, ((dq - x_b * mean) * rstd).to(dx_ptr.dtype.element_ty), mask)
     return dw_a, dw_b
 
 
 @triton.jit
 def _backward_part(
-    grad,  # the gradient of the output, then its strides by batch, head and token
+    grad,  # of the output, as _gradient takes it
     x,  # the input, and its pitch
     dx,
-    values,  # gradient and target of the values of these heads, as grad and dx; or empty
     w_ptr,
     cos,  # the table, and its strides by batch and token
     sin,
@@ -104,37 +143,27 @@ def _backward_part(
     COUNT: tl.constexpr,
     PARTS: tl.constexpr,
     D: tl.constexpr,
+    ONCE: tl.constexpr,
+    TOKENS: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Heads FIRST to FIRST + HEADS of every so many tokens."""
+    first = tl.program_id(0) * TOKENS
+    dw_a, dw_b = _backward_tile(
+        grad, x, dx, w_ptr, cos, sin, first, T, rows, eps, FIRST,
+        COUNT, PARTS, D, TOKENS, HEADS, BLOCK,
+    )  # fmt: skip
+    if not ONCE:
+        step = tl.num_programs(0) * TOKENS
+        for other in range(first + step, rows, step):
+            more_a, more_b = _backward_tile(
+                grad, x, dx, w_ptr, cos, sin, other, T, rows, eps, FIRST,
+                COUNT, PARTS, D, TOKENS, HEADS, BLOCK,
+            )  # fmt: skip
+            dw_a += more_a
+            dw_b += more_b
     c = tl.arange(0, BLOCK)[None, :]
-    h = FIRST + tl.arange(0, HEADS)[:, None]
-    mask = (h < COUNT) & (c < D // 2)
-    dw_a = tl.zeros((HEADS, BLOCK), dtype=tl.float32)
-    dw_b = tl.zeros((HEADS, BLOCK), dtype=tl.float32)
-    for row in range(tl.program_id(0), rows, tl.num_programs(0)):
-        # In 32 bits: a division in 64 takes a hundred instructions.
-        b = row // T
-        t = (row - b * T).to(tl.int64)
-        b = b.to(tl.int64)
-        row = tl.cast(row, tl.int64)
-        if len(values) > 0:
-            v, dv = values
-            v_grads = (v[0] + b * v[1] + t * v[3], v[2])
-            dv_ptr = dv[0] + row * dv[1] + h * D + c
-            v_a = _gradient(v_grads, h, c, mask, PARTS).to(dv_ptr.dtype.element_ty)
-            v_b = _gradient(v_grads, h, c + D // 2, mask, PARTS).to(dv_ptr.dtype.element_ty)
-            tl.store(dv_ptr, v_a, mask)
-            tl.store(dv_ptr + D // 2, v_b, mask)
-        cos_ptr = cos[0] + b * cos[1] + t * cos[2]
-        sin_ptr = sin[0] + b * sin[1] + t * sin[2]
-        rotation = load_rotation(cos_ptr, sin_ptr, c, c < D // 2, D)
-        grads = (grad[0] + b * grad[1] + t * grad[3], grad[2])
-        x_ptr, dx_ptr = x[0] + row * x[1], dx[0] + row * dx[1]
-        dw_a, dw_b = _backward_heads(
-            grads, x_ptr, w_ptr, dx_ptr, rotation, (dw_a, dw_b), h, c, mask, eps, PARTS, D
-        )
     tl.store(parts_ptr + c, tl.sum(dw_a, axis=0)[None, :], c < D // 2)
     tl.store(parts_ptr + c + D // 2, tl.sum(dw_b, axis=0)[None, :], c < D // 2)
 
@@ -180,6 +209,8 @@ def _qk_norm_rope_bwd_kernel(
     PARTS: tl.constexpr,  # of the gradients of k and v, each [B, K * PARTS, T, D]
     D: tl.constexpr,
     VALUES: tl.constexpr,
+    ONCE: tl.constexpr,  # a program has one tile
+    TOKENS: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -190,25 +221,24 @@ def _qk_norm_rope_bwd_kernel(
     cos = (cos_ptr, cos_batch, cos_pitch)
     sin = (sin_ptr, sin_batch, sin_pitch)
     q_parts: tl.constexpr = (H + HEADS - 1) // HEADS
-    # No names in here: what both branches call the same must have one type.
+    kv_parts: tl.constexpr = (K + HEADS - 1) // HEADS
+    # No names in here: what two branches call the same must have one type.
     if part < q_parts:
         _backward_part(
             (dq_ptr, dq_batch, dq_head, dq_token), (q_in_ptr, q_pitch), (dq_in_ptr, dq_in_pitch),
-            (), q_weight_ptr, cos, sin, parts_ptr,
-            T, rows, eps, part * HEADS, H, 1, D, HEADS, BLOCK,
+            q_weight_ptr, cos, sin, parts_ptr,
+            T, rows, eps, part * HEADS, H, 1, D, ONCE, TOKENS, HEADS, BLOCK,
+        )  # fmt: skip
+    elif part < q_parts + kv_parts:
+        _backward_part(
+            (dk_ptr, dk_batch, dk_head, dk_token), (k_in_ptr, k_pitch), (dk_in_ptr, dk_in_pitch),
+            k_weight_ptr, cos, sin, parts_ptr,
+            T, rows, eps, (part - q_parts) * HEADS, K, PARTS, D, ONCE, TOKENS, HEADS, BLOCK,
         )  # fmt: skip
     elif VALUES:
-        _backward_part(
-            (dk_ptr, dk_batch, dk_head, dk_token), (k_in_ptr, k_pitch), (dk_in_ptr, dk_in_pitch),
-            ((dv_ptr, dv_batch, dv_head, dv_token), (dv_in_ptr, dv_in_pitch)),
-            k_weight_ptr, cos, sin, parts_ptr,
-            T, rows, eps, (part - q_parts) * HEADS, K, PARTS, D, HEADS, BLOCK,
-        )  # fmt: skip
-    else:
-        _backward_part(
-            (dk_ptr, dk_batch, dk_head, dk_token), (k_in_ptr, k_pitch), (dk_in_ptr, dk_in_pitch),
-            (), k_weight_ptr, cos, sin, parts_ptr,
-            T, rows, eps, (part - q_parts) * HEADS, K, PARTS, D, HEADS, BLOCK,
+        _copy_part(
+            (dv_ptr, dv_batch, dv_head, dv_token), (dv_in_ptr, dv_in_pitch),
+            T, rows, (part - q_parts - kv_parts) * HEADS, K, PARTS, D, TOKENS, HEADS, BLOCK,
         )  # fmt: skip
 
 
@@ -242,14 +272,17 @@ def qk_norm_rope_backward(
     cos, sin = batched(cos, batch), batched(sin, batch)
     kv_heads = inputs[1].shape[-1] // size
     groups = [-(-n // HEADS) for n in (heads, kv_heads)]
-    # Eight programs a multiprocessor, all of which run at once.
-    programs = max(1, min(batch * tokens, 8 * processors(q_rows) // sum(groups)))
+    values = len(grads) == 3
+    across = sum(groups) + values * groups[1]
+    slots, rows = _PROGRAMS * processors(q_rows), batch * tokens
+    once = -(-rows // 2) * across <= _WAVES * slots
+    programs = max(1, -(-rows // 2) if once else min(rows, slots // across))
     counts = [programs * n for n in groups]
     parts = torch.empty((sum(counts), size), dtype=torch.float32, device=q_rows.device)
     triple = (*grads, grads[-1])[:3]
     targets = (*written, written[-1])[:3]
     with on_device(q_rows):
-        _qk_norm_rope_bwd_kernel[(programs, sum(groups))](
+        _qk_norm_rope_bwd_kernel[(programs, across)](
             *triple,
             q_rows,
             k_rows,
@@ -260,11 +293,11 @@ def qk_norm_rope_backward(
             *targets,
             parts,
             max(1, tokens),
-            batch * tokens,
+            rows,
             *(stride for g in triple for stride in g.stride()[:3]),
             q_rows.stride(0),
             k_rows.stride(0),
-            *(rows.stride(0) for rows in targets),
+            *(target.stride(0) for target in targets),
             *cos.stride()[:2],
             *sin.stride()[:2],
             eps,
@@ -272,7 +305,9 @@ def qk_norm_rope_backward(
             K=kv_heads,
             PARTS=grads[1].shape[1] // kv_heads,
             D=size,
-            VALUES=len(grads) == 3,
+            VALUES=values,
+            ONCE=once,
+            TOKENS=2 if once else 1,
             **tile_of_heads(size, _WARPS),
             **early_launch(q_rows),
         )

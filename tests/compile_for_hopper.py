@@ -240,21 +240,20 @@ def model_kernels() -> dict[str, dict[str, int]]:
             qk_norm_rope_backward.tile_of_heads(128, qk_norm_rope._WARPS),
             **sizes,
         )
-        found[f"model qk_norm_rope backward {heads}"] = model_kernel(
-            qk_norm_rope_backward._qk_norm_rope_bwd_kernel,
-            qk_norm_rope_backward.tile_of_heads(128, qk_norm_rope_backward._WARPS),
-            VALUES=True,
-            PARTS=1,
-            **sizes,
-        )
-        found[f"model qk_norm_rope backward {heads} parts"] = model_kernel(
-            qk_norm_rope_backward._qk_norm_rope_bwd_kernel,
-            qk_norm_rope_backward.tile_of_heads(128, qk_norm_rope_backward._WARPS),
-            {"dk_ptr": "*fp32", "dv_ptr": "*fp32"},
-            VALUES=True,
-            PARTS=heads // 8,
-            **sizes,
-        )
+        tile = qk_norm_rope_backward.tile_of_heads(128, qk_norm_rope_backward._WARPS)
+        fp32 = {"dk_ptr": "*fp32", "dv_ptr": "*fp32"}
+        for name, others, changes in (
+            ("", {}, dict(PARTS=1, ONCE=True, TOKENS=2)),
+            (" parts", fp32, dict(PARTS=heads // 8, ONCE=True, TOKENS=2)),
+            (" long", {}, dict(PARTS=1, ONCE=False, TOKENS=1)),
+        ):
+            found[f"model qk_norm_rope backward {heads}{name}"] = model_kernel(
+                qk_norm_rope_backward._qk_norm_rope_bwd_kernel,
+                *(tile, others),
+                VALUES=True,
+                **changes,
+                **sizes,
+            )
     tile = dict(ROWS=rope_tables._ROWS, BLOCK=64, num_warps=4)
     found["model rope_tables"] = model_kernel(
         rope_tables._rope_tables_kernel, tile, HALF=64, COUNT=True

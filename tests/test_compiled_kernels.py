@@ -36,7 +36,8 @@ def test_no_kernel_spills(kernels):
         assert kernels[name]["stack"] <= 104 and kernels[name]["local"] <= 60, name
         spilled.pop(name, None)
     # No spills: the library's way to reduce angles beyond 100,000 keeps a few numbers there.
-    assert spilled.pop("model rope_tables")["stack"] == 32
+    assert kernels["model rope_tables"]["stack"] <= 32
+    spilled.pop("model rope_tables", None)
     assert not spilled
 
 
@@ -45,7 +46,7 @@ def test_accesses_are_as_wide_as_they_can_be(kernels):
     for name, kernel in kernels.items():
         # Those that copy by the tensor memory engine, one that is better off with 8 bytes, one that
         # spreads sines over threads, and one whose masks allow no more.
-        narrow = any(part in name for part in ("rope backward", "rope_tables", "sort_ids"))
+        narrow = any(part in name for part in (" long", "rope_tables", "sort_ids"))
         if not name.startswith("wgrad_update_hopper") and not narrow:
             assert kernel["wide"] > 0, name
 
@@ -95,8 +96,10 @@ def test_registers_and_shared_memory(kernels):
             assert kernel["registers"] <= registers, name
             assert 2 * (kernel["shared"] + 1024) <= 228 * 1024, name
         elif name.startswith("model"):
-            # Of the rotation's backward eight programs of 128 threads are to run on an SM.
-            assert kernel["registers"] <= (64 if "rope backward" in name else 128), name
+            # Of the rotation's backward eight programs of 128 threads are to run on an SM; seven
+            # where four parts are added up.
+            rope = 72 if name.endswith("32 parts") else 64
+            assert kernel["registers"] <= (rope if "rope backward" in name else 128), name
         elif name.startswith("wgrad_update"):
             assert kernel["registers"] <= 240 and kernel["shared"] <= 100 * 1024, name
         else:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forge.kernels import runtime
+from forge.kernels import qk_norm_rope_backward, runtime
 from forge.kernels.column_sum import column_sums
 from forge.kernels.linear_cross_entropy import (
     linear_cross_entropy,
@@ -170,6 +170,13 @@ def test_qkv_norm_rope(device, dtype, heads, kv, tokens, size):
         [qkv, wq, wk],
         device,
     )
+
+
+@pytest.mark.parametrize(("heads", "kv", "tokens", "size"), [(9, 3, 17, 64), (2, 1, 40, 16)])
+def test_qkv_norm_rope_of_long_sequences(device, monkeypatch, heads, kv, tokens, size):
+    """Programs of backward that go through several tiles."""
+    monkeypatch.setattr(qk_norm_rope_backward, "_WAVES", 0)
+    test_qkv_norm_rope(device, torch.float32, heads, kv, tokens, size)
 
 
 @DTYPES
