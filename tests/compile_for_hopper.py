@@ -260,10 +260,11 @@ def model_kernels() -> dict[str, dict[str, int]]:
     )
     tile = dict(BLOCK=1024, num_warps=4)
     found["model swiglu"] = model_kernel(swiglu._swiglu_fwd_kernel, tile, F=3072)
-    found["model swiglu backward"] = model_kernel(swiglu._swiglu_bwd_kernel, tile, F=3072)
-    found["model swiglu backward alone"] = model_kernel(
-        swiglu._swiglu_bwd_kernel, tile, F=3072, y_ptr=None
-    )
+    for width, count in ((3072, 3), (12_288, 4)):
+        for name, constants in (("", {}), (" alone", {"y_ptr": None})):
+            found[f"model swiglu backward {width}{name}"] = model_kernel(
+                swiglu._swiglu_bwd_kernel, tile, F=width, COUNT=count, **constants
+            )
     tile = dict(BLOCK=4096, num_warps=8)
     for lse, grad, continued in ((1, 1, 0), (1, 0, 1), (0, 1, 0)):
         found[f"model cross_entropy {lse}{grad}{continued}"] = model_kernel(
