@@ -10,7 +10,13 @@ from torch import nn
 # Imported with the package, not with the first model: Triton decides while a kernel is decorated
 # whether it will be interpreted.
 import forge.kernels.attention  # noqa: F401  (its name is an argument's below)
-from forge.kernels import linear_cross_entropy, qk_norm_rope, rms_norm, swiglu  # noqa: F401
+from forge.kernels import (  # noqa: F401
+    linear_cross_entropy,
+    qkv_attention,
+    rms_norm,
+    rope_tables,
+    swiglu,
+)
 from forge.packed_linear import pack, plain_weight, unpack
 
 ATTENTION = ("auto", "sdpa", "forge")
@@ -25,8 +31,8 @@ def optimize(
     - q, k, v and gate, up become one product each: their weights move into one buffer. Parameters,
       their names and ``state_dict`` stay, and so does an optimizer that holds them, of this package
       or not, built before or after.
-    - Norms with the residual addition in front of them, the norms and rotation of q and k, and
-      SwiGLU run as one kernel each.
+    - Norms with the residual addition in front of them, the tables of the rotary embedding, the
+      norms and rotation of q and k, and SwiGLU run as one kernel each.
     - In training mode, given ``labels``, the head computes the loss without fp32 logits, and
       ``output.logits`` is None; a KV cache is made only where ``use_cache=True`` asks for it.
 

@@ -16,7 +16,8 @@ from forge.deferred import DeferredGradient, refuse_second_backward
 from forge.kernels.apply_rule import apply_rule
 from forge.kernels.column_sum import column_sums
 from forge.kernels.rms_norm import unfilled
-from forge.kernels.row_update import Rows, RowsApart, add_product, is_rows, row_update
+from forge.kernels.row_update import Rows, add_product, is_rows, row_update
+from forge.kernels.rows_apart import RowsApart
 from forge.kernels.runtime import as_rows
 from forge.kernels.target import Target
 from forge.kernels.wgrad_auto import choose_path, wgrad_update_auto

@@ -27,13 +27,16 @@ from transformers.models.qwen3.modeling_qwen3 import (
     Qwen3MLP,
     Qwen3Model,
     Qwen3RMSNorm,
+    Qwen3RotaryEmbedding,
     eager_attention_forward,
 )
 
 from forge.kernels.attention import DTYPES, HEAD_SIZES, attention
 from forge.kernels.linear_cross_entropy import linear_cross_entropy
 from forge.kernels.qk_norm_rope import qk_norm_rope, qkv_norm_rope
+from forge.kernels.qkv_attention import qkv_attention
 from forge.kernels.rms_norm import add_rms_norm, rms_norm
+from forge.kernels.rope_tables import counted_rope_tables, rope_tables
 from forge.kernels.runtime import runs_triton
 from forge.kernels.swiglu import swiglu
 from forge.linear import ForgeLinear, collector, slot_of
@@ -93,8 +96,38 @@ def _add(norm: nn.Module | None, x: Tensor, residual: Tensor) -> Tensor:
     return residual + x
 
 
+class ForgeQwen3RotaryEmbedding(Qwen3RotaryEmbedding):
+    """Both tables, and positions that nobody gave, in one kernel."""
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        if is_compiling() or not self._is_fixed() or self.inv_freq.device != position_ids.device:
+            return super().forward(x, position_ids)
+        # Left by `count`; it counts only if nothing has touched the positions since.
+        made = position_ids.__dict__.pop("_forge_tables", None)
+        if made is not None and made[:3] == (self, x.dtype, position_ids._version):
+            return made[3:]
+        return rope_tables(self.inv_freq, position_ids, x.dtype, self.attention_scaling)
+
+    def count(self, tokens: int, dtype: torch.dtype) -> Tensor:
+        """Positions [1, T] from 0 on, which carry their tables to the call of this module."""
+        scaling = self.attention_scaling
+        positions, cos, sin = counted_rope_tables(self.inv_freq, tokens, dtype, scaling)
+        positions._forge_tables = (self, dtype, positions._version, cos, sin)  # type: ignore[attr-defined]
+        return positions
+
+    def is_counting(self) -> bool:
+        """Whether :meth:`count` stands for what the model would compute itself."""
+        plain = is_plain(self, ForgeQwen3RotaryEmbedding)
+        return plain and self._is_fixed() and runs_triton(self.inv_freq)
+
+    def _is_fixed(self) -> bool:
+        """Whether frequencies are the same for sequences of every length."""
+        kind = str(self.rope_type)
+        return "dynamic" not in kind and kind != "longrope"
+
+
 class ForgeQwen3Attention(Qwen3Attention):
-    """One product for q, k and v, one kernel for their norms and rotation; see ``_attend``."""
+    """One product for q, k and v, one kernel for their norms and rotation; see ``_is_ours``."""
 
     def forward(
         self,
@@ -119,32 +152,46 @@ class ForgeQwen3Attention(Qwen3Attention):
         eps = self.q_norm.variance_epsilon
         cos, sin = position_embeddings
         qkv = packed_linear(hidden_states, (self.q_proj, self.k_proj, self.v_proj))
+        scores = None
         if qkv is not None:
             heads = self.q_proj.out_features // self.head_dim
+            # What is decided by, of all heads.
+            raw = qkv.detach().unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            if weights[0].dtype == qkv.dtype and self._is_ours(raw, raw, attention_mask, kwargs):
+                out = qkv_attention(
+                    qkv, *weights, cos, sin, heads, eps, self.scaling, collect=collect
+                ).transpose(1, 2)
+                return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1)), None
             q, k, v = qkv_norm_rope(qkv, *weights, cos, sin, heads, eps, collect=collect)
         else:
             q, k = self.q_proj(hidden_states), self.k_proj(hidden_states)
             q, k = qk_norm_rope(q, k, *weights, cos, sin, eps, collect=collect)
             v = self.v_proj(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-        out, scores = self._attend(q, k, v, attention_mask, kwargs)
+        if self._is_ours(q, v, attention_mask, kwargs):
+            out = attention(q, k, v, self.scaling).transpose(1, 2)
+        else:
+            out, scores = self._attend(q, k, v, attention_mask, kwargs)
         return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1)), scores
+
+    def _is_ours(self, q: Tensor, v: Tensor, mask: Tensor | None, kwargs: dict[str, Any]) -> bool:
+        """Whether this package's kernels attend, for q and v [B, any heads, T, D].
+
+        If ``attention="forge"``, or if ``"auto"`` and they are known to win: up to ``SHORT`` tokens
+        in bf16 or fp16, on Hopper. Otherwise does what the model was configured with, which is all
+        there is for a mask, dropout and other implementations.
+        """
+        asked = self.__dict__.get("_attention", "auto")
+        if asked != "forge" and not (asked == "auto" and _is_short(q)):
+            return False
+        reason = self._needs_sdpa(q, v, mask, kwargs)
+        if reason is not None and asked == "forge":
+            raise ValueError(f'attention="forge": {reason}; use forge.optimize(model)')
+        return reason is None
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, kwargs: dict[str, Any]
     ) -> tuple[Tensor, Tensor | None]:
-        """Attention [B, T, H, D] of q [B, H, T, D], k and v, and the scores where they exist.
-
-        By this package's kernel if ``attention="forge"``, or if ``"auto"`` and it is known to win:
-        up to ``SHORT`` tokens in bf16 or fp16, on Hopper. Otherwise by what the model was
-        configured with, which is all there is for a mask, dropout and other implementations.
-        """
-        asked = self.__dict__.get("_attention", "auto")
-        if asked == "forge" or (asked == "auto" and _is_short(q)):
-            reason = self._needs_sdpa(q, v, mask, kwargs)
-            if reason is None:
-                return attention(q, k, v, self.scaling).transpose(1, 2), None
-            if asked == "forge":
-                raise ValueError(f'attention="forge": {reason}; use forge.optimize(model)')
+        """Configured attention [B, T, H, D] of q [B, H, T, D], k, v; scores where they exist."""
         return self._configured()(
             self,
             q,
@@ -237,6 +284,7 @@ class ForgeQwen3DecoderLayer(Qwen3DecoderLayer):
 
 REPLACED: dict[type[nn.Module], type[nn.Module]] = {
     Qwen3RMSNorm: ForgeQwen3RMSNorm,
+    Qwen3RotaryEmbedding: ForgeQwen3RotaryEmbedding,
     Qwen3Attention: ForgeQwen3Attention,
     Qwen3MLP: ForgeQwen3MLP,
     Qwen3DecoderLayer: ForgeQwen3DecoderLayer,
@@ -283,6 +331,7 @@ def forward_with_fused_loss(self: Qwen3ForCausalLM, *args: Any, **kwargs: Any) -
             # While a CUDA graph is captured transformers builds the causal mask, and attention with
             # a mask takes three times as long.
             kwargs["attention_mask"] = {"full_attention": None}
+            kwargs["position_ids"] = _counted(self.model, kwargs)
     outputs = self.model(**kwargs)
     ignored = kwargs.get("ignore_index", -100)
     targets = kwargs.get("shift_labels")
@@ -304,6 +353,19 @@ def forward_with_fused_loss(self: Qwen3ForCausalLM, *args: Any, **kwargs: Any) -
     return CausalLMOutputWithPast(
         loss=loss, hidden_states=outputs.hidden_states, attentions=outputs.attentions
     )
+
+
+def _counted(model: Qwen3Model, kwargs: dict[str, Any]) -> Tensor | None:
+    """Positions with their tables; None: let the model make them."""
+    ids, embeds = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
+    rotary, weight = model.rotary_emb, getattr(model.embed_tokens, "weight", None)
+    if not isinstance(rotary, ForgeQwen3RotaryEmbedding) or not rotary.is_counting():
+        return None
+    start = weight if embeds is None else embeds
+    given = ids if embeds is None else embeds
+    if start is None or given is None or given.dim() < 2 or start.device != rotary.inv_freq.device:
+        return None
+    return rotary.count(given.shape[1], start.dtype)
 
 
 def _needs_no_mask(config: Any) -> bool:

@@ -3,7 +3,7 @@
 The head's product touches every row and exists first; the embedding's rows come last. Waiting for
 them keeps the gradient of the logits until the end, and the sum of both must be formed before the
 update. Instead every row is updated from the product at once, by the fused kernel, and the rows
-that were looked up once more at the end (:class:`~forge.kernels.row_update.RowsApart`).
+that were looked up once more at the end (:class:`~forge.kernels.rows_apart.RowsApart`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from forge.kernels.row_update import RowsApart, is_rows
+from forge.kernels.row_update import is_rows
+from forge.kernels.rows_apart import RowsApart
 
 
 class SplitUpdate:

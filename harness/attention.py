@@ -30,8 +30,8 @@ class _Names(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _differentiates(loss: Tensor, function: str) -> bool:
-    """Whether an autograd function of this name is behind ``loss``."""
+def _differentiates(loss: Tensor, functions: tuple[str, ...]) -> bool:
+    """Whether an autograd function of one of these names is behind ``loss``."""
     found: set[Node] = set()
     left = [loss.grad_fn]
     while left:
@@ -39,7 +39,7 @@ def _differentiates(loss: Tensor, function: str) -> bool:
         if node is not None and node not in found:
             found.add(node)
             left += [following for following, _ in node.next_functions]
-    return any(node.name() == f"{function}Backward" for node in found)
+    return bool({node.name() for node in found} & {f"{name}Backward" for name in functions})
 
 
 def attention_backend(model: nn.Module, batch: dict[str, Tensor]) -> str:
@@ -47,7 +47,7 @@ def attention_backend(model: nn.Module, batch: dict[str, Tensor]) -> str:
     with _Names() as seen:
         out: Any = model(**batch)
     # Its kernels are no operators of torch; what they are launched by is a node of the graph.
-    if _differentiates(out.loss, "AttentionFunction"):
+    if _differentiates(out.loss, ("AttentionFunction", "QKVAttentionFunction")):
         return "forge"
     for fragment, name in _BACKENDS:
         if any(fragment in op for op in seen.names if "log_softmax" not in op):

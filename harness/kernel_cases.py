@@ -240,7 +240,7 @@ OPS = (
     ),
     Op(
         name="attention",
-        functions=("attention",),
+        functions=("attention", "qkv_attention"),
         inputs=lambda s, t: (_heads(s, t), ()),
         ours=attention,
         plain=partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True),

@@ -103,10 +103,13 @@ def estimate(
     if not in_loss:
         logit_gradient = tokens * shape.vocab * float(BF16)
     if kernels == "forge":
-        from forge.qwen3 import LOGITS_BYTES, SLICE_BYTES
+        from forge.kernels.qkv_attention import KEPT_TOKENS
+        from forge.qwen3 import LOGITS_BYTES, SHORT, SLICE_BYTES
 
         if logits > LOGITS_BYTES:
             logits = logit_gradient = float(SLICE_BYTES)
+        if tokens > KEPT_TOKENS and seq <= SHORT:  # rotated queries and keys come again
+            activations -= tokens * shape.layers * BF16 * (shape.q_width + shape.kv_width)
     # `forge.TrainStep` updates a tied weight from the gradient of the logits at once.
     ours = kind == FUSED and execution == "cuda_graph"
 

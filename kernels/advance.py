@@ -14,7 +14,15 @@ import torch
 from torch import Tensor
 
 from forge.kernels.rounding import hash32, hash32_reference
-from forge.kernels.runtime import Dual, on_device, runs_triton, tl, triton
+from forge.kernels.runtime import (
+    Dual,
+    begin,
+    early_launch,
+    on_device,
+    runs_triton,
+    tl,
+    triton,
+)
 
 
 def advance_reference(
@@ -39,7 +47,9 @@ def _advance_kernel(
     RULE: tl.constexpr,
     HYPER: tl.constexpr,
     SCALARS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    begin(PDL)
     step = tl.load(step_ptr) + 1
     tl.store(step_ptr, step)
     hyper = ()
@@ -83,4 +93,5 @@ def advance(
             HYPER=hyper.numel(),
             SCALARS=scalars.numel(),
             num_warps=1,
+            **early_launch(step),
         )

@@ -20,7 +20,15 @@ from forge.kernels.rounding import (
     round_reference,
     round_to,
 )
-from forge.kernels.runtime import Dual, on_device, runs_triton, tl, triton
+from forge.kernels.runtime import (
+    Dual,
+    begin,
+    early_launch,
+    on_device,
+    runs_triton,
+    tl,
+    triton,
+)
 from forge.kernels.target import BLOCK, CAPACITY, Table, Target, field, find_entry, pointer
 
 _ELEMENTS = 1024  # a program
@@ -113,7 +121,9 @@ def _apply_rule_kernel(
     ELEMENTS: tl.constexpr,
     BLOCK: tl.constexpr,
     CAPACITY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    begin(PDL)
     entry, program = find_entry(table_ptr, CAPACITY)
     entry_ptr = table_ptr + CAPACITY + entry * (6 + len(state_ptrs) + len(scale_ptrs))
     g_ptr = pointer(g_ptr, entry_ptr, 0, ALIGN)
@@ -209,4 +219,5 @@ def apply_rule(
                 BLOCK=BLOCK,
                 CAPACITY=CAPACITY,
                 num_warps=4,
+                **early_launch(first.param),
             )

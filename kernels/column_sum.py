@@ -13,7 +13,14 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from forge.kernels.runtime import on_device, runs_triton, tl, triton
+from forge.kernels.runtime import (
+    begin,
+    early_launch,
+    on_device,
+    runs_triton,
+    tl,
+    triton,
+)
 from forge.kernels.target import CAPACITY, Table, field, find_entry, pointer
 
 # Takes parts [P, C] whose rows add up to a weight's gradient; False: it must be formed.
@@ -38,8 +45,16 @@ def _sum_columns(
 
 @triton.jit(do_not_specialize=["first", "rows"])
 def _column_sum_kernel(
-    parts_ptr, out_ptr, first, rows, C: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+    parts_ptr,
+    out_ptr,
+    first,
+    rows,
+    C: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    begin(PDL)
     second = tl.program_id(1)
     parts_ptr += second * first * C
     out_ptr += second * C
@@ -55,7 +70,9 @@ def _column_sums_kernel(
     CAPACITY: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    begin(PDL)
     entry, program = find_entry(table_ptr, CAPACITY)
     entry_ptr = table_ptr + CAPACITY + entry * 4
     parts_ptr = pointer(out_ptr, entry_ptr, 0, ALIGN)
@@ -77,7 +94,13 @@ def column_sum(parts: Tensor, dtype: torch.dtype, first: int | None = None) -> T
     out = torch.empty((sums, columns), dtype=dtype, device=parts.device)
     with on_device(parts):
         _column_sum_kernel[(-(-columns // _TILE["BLOCK"]), sums)](
-            parts, out, rows if first is None else first, rows, C=columns, **_TILE
+            parts,
+            out,
+            rows if first is None else first,
+            rows,
+            C=columns,
+            **_TILE,
+            **early_launch(parts),
         )
     return out
 
@@ -99,6 +122,11 @@ def column_sums(matrices: Sequence[Tensor]) -> list[Tensor]:
             table.add(programs, (address, rows, columns, offset), address | columns | offset)
         with on_device(out):
             _column_sums_kernel[(table.programs,)](
-                table.to(out.device), out, ALIGN=table.alignment, CAPACITY=CAPACITY, **_TILE
+                table.to(out.device),
+                out,
+                ALIGN=table.alignment,
+                CAPACITY=CAPACITY,
+                **_TILE,
+                **early_launch(out),
             )
     return list(outs)

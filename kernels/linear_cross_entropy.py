@@ -22,7 +22,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from forge.kernels.runtime import on_device, power_of_2, runs_triton, tl, triton, wide_product
+from forge.kernels.runtime import (
+    begin,
+    early_launch,
+    on_device,
+    power_of_2,
+    runs_triton,
+    tl,
+    triton,
+    wide_product,
+)
 
 # Takes the factors x [T, C], dy [T, V] of the weight's gradient dy^T x; False: it must be formed.
 Collect = Callable[[Tensor, Tensor], bool]
@@ -56,7 +65,9 @@ def _cross_entropy_kernel(
     GRAD: tl.constexpr,
     CONTINUED: tl.constexpr,  # there were columns before
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     z_ptr += row * pitch
     label = tl.load(labels_ptr + row)
@@ -134,6 +145,7 @@ def _cross_entropy(
             CONTINUED=first > 0,
             BLOCK=block,
             num_warps=8,
+            **early_launch(z),
         )
 
 

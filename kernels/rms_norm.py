@@ -22,6 +22,8 @@ from torch.autograd.function import once_differentiable
 from forge.kernels.column_sum import Collect, column_sum
 from forge.kernels.runtime import (
     as_rows,
+    begin,
+    early_launch,
     on_device,
     power_of_2,
     processors,
@@ -63,7 +65,9 @@ def _rms_norm_fwd_kernel(
     RESIDUAL: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    begin(PDL)
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     c = tl.arange(0, BLOCK)[None, :]
     mask = (r < rows)[:, None] & (c < C)
@@ -99,7 +103,9 @@ def _rms_norm_bwd_kernel(
     Y: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    begin(PDL)
     pid = tl.program_id(0)
     c = tl.arange(0, BLOCK)[None, :]
     w = tl.load(w_ptr + c, c < C, other=0.0).to(tl.float32)
@@ -159,6 +165,7 @@ def rms_norm_forward(
             C=shape[-1],
             RESIDUAL=residual is not None,
             **tile,
+            **early_launch(x),
         )
     return y, h
 
@@ -207,6 +214,7 @@ def rms_norm_backward(
             DW=need_weight,
             Y=y is not None,
             **tile,
+            **early_launch(h),
         )
     return dx, parts
 

@@ -7,9 +7,9 @@ Shapes: w and every state [V, C]; dY [T, V] and X [T, C] of the head, ids [T] an
 embedding, whose product is that of the one-hot rows of ids with E. A slice of dW, of at most
 ``SCRATCH_ELEMENTS``, is formed in a buffer that is used again for the next, and applied while it is
 in L2. Or, where the ids are known before the rows E: all of W is updated from the products as soon
-as they exist, and :class:`RowsApart` updates the rows of the ids once more, from what they were.
-Sums of rows are fp32, over equal ids in the order of tokens, and are rounded once, when they
-are added to the slice: two runs give the same bits.
+as they exist, and rows_apart.py updates the rows of the ids once more, from what they were. Sums of
+rows are fp32, over equal ids in the order of tokens, and are rounded once, when they are added to
+the slice: two runs give the same bits.
 """
 
 from __future__ import annotations
@@ -21,20 +21,22 @@ import torch
 from torch import Tensor
 
 from forge.kernels import wgrad_auto
-from forge.kernels.apply_rule import apply_rule, apply_rule_reference, update_elements
+from forge.kernels.apply_rule import apply_rule
 from forge.kernels.runtime import (
     Dual,
     as_rows,
+    begin,
+    early_launch,
     on_device,
     power_of_2,
     runs_triton,
     tl,
     triton,
-    wide_product,
 )
-from forge.kernels.target import BLOCK, Target
+from forge.kernels.sort_ids import sort_ids
+from forge.kernels.target import Target
 
-_TOKENS = 8  # rows of one id that a program has in flight
+TOKENS = 8  # rows of one id that a program has in flight
 
 
 def is_rows(dy: Tensor) -> bool:
@@ -52,7 +54,7 @@ def add_rows_reference(grad: Tensor, ids: Tensor, rows: Tensor, first: int) -> N
 
 
 @triton.jit
-def _sum_rows(
+def sum_rows(
     total, id, start, ids_ptr, order_ptr, rows_ptr, pitch, tokens, column, in_c,
     BLOCK_T: tl.constexpr,
 ):  # fmt: skip
@@ -83,7 +85,9 @@ def _add_rows_kernel(
     columns,
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    begin(PDL)
     start = tl.program_id(0)
     id = tl.load(ids_ptr + start)
     before = tl.load(ids_ptr + start - 1, start > 0, other=-1)
@@ -92,66 +96,12 @@ def _add_rows_kernel(
         column = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
         in_c = column < columns
         total = tl.zeros((BLOCK_C,), dtype=tl.float32)
-        total = _sum_rows(
+        total = sum_rows(
             total, id, start, ids_ptr, order_ptr, rows_ptr, pitch, tokens, column, in_c, BLOCK_T
         )
         grad_ptrs = grad_ptr + (id - first).to(tl.int64) * columns + column
         total += tl.load(grad_ptrs, in_c, other=0.0).to(tl.float32)
         tl.store(grad_ptrs, total.to(grad_ptr.dtype.element_ty), in_c)
-
-
-@triton.jit(do_not_specialize=["tokens", "salt"])
-def _update_rows_kernel(
-    w_ptr,  # [V, columns], as every state
-    state_ptrs,
-    scale_ptrs,  # of 8-bit states; else empty
-    old_w_ptr,  # [tokens, columns]: the rows of the sorted ids before the update of the whole
-    old_state_ptrs,
-    old_scale_ptrs,
-    product_ptr,  # fp32 [tokens, columns]: the other part of these rows' gradients
-    ids_ptr,  # [tokens], ascending
-    order_ptr,  # int64 [tokens]: the token each of them belongs to
-    rows_ptr,  # [tokens, columns]
-    pitch,  # of rows
-    scalars_ptr,
-    seed_ptr,
-    salt,
-    tokens,
-    columns,
-    RULE: tl.constexpr,
-    SCALARS: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
-    start = tl.program_id(0)
-    id = tl.load(ids_ptr + start)
-    before = tl.load(ids_ptr + start - 1, start > 0, other=-1)
-    if (id >= 0) & (id != before):
-        column = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-        in_c = column < columns
-        old = start.to(tl.int64) * columns + column[None, :]
-        mask = in_c[None, :]
-        total = tl.load(product_ptr + start.to(tl.int64) * columns + column, in_c, other=0.0)
-        total = _sum_rows(
-            total, id, start, ids_ptr, order_ptr, rows_ptr, pitch, tokens, column, in_c, BLOCK_T
-        )
-        # Put back what is read again at once; a scale by one thread, and read by all.
-        index = id.to(tl.int64) * columns + column[None, :]
-        across = tl.cdiv(columns, BLOCK_C)
-        blocks = tl.full((1, 1), 0, tl.int64) + id.to(tl.int64) * across + tl.program_id(1)
-        old_blocks = blocks + (start - id).to(tl.int64) * across
-        in_blocks = blocks >= 0
-        tl.store(w_ptr + index, tl.load(old_w_ptr + old, mask, other=0.0), mask)
-        for j in tl.static_range(len(state_ptrs)):
-            tl.store(state_ptrs[j] + index, tl.load(old_state_ptrs[j] + old, mask, other=0), mask)
-        for j in tl.static_range(len(scale_ptrs)):
-            tl.store(scale_ptrs[j] + blocks, tl.load(old_scale_ptrs[j] + old_blocks))
-        tl.debug_barrier()
-        update_elements(
-            w_ptr, state_ptrs, scale_ptrs, scalars_ptr, seed_ptr, salt, total[None, :], index,
-            mask, blocks, in_blocks, RULE, SCALARS, STOCHASTIC,
-        )  # fmt: skip
 
 
 class Rows:
@@ -167,7 +117,7 @@ class Rows:
         self.order: Tensor | None = None
         if runs_triton(rows):
             # Stable: equal ids stay in the order of tokens.
-            self.ids, self.order = torch.sort(self.ids, stable=True)
+            self.ids, self.order = sort_ids(self.ids)
 
     def add_to(self, grad: Tensor, first: int = 0) -> None:
         """Add to ``grad`` [N, C], contiguous, the rows whose ids are ``first`` to ``first + N``."""
@@ -189,9 +139,10 @@ class Rows:
                 grad.shape[0],
                 tokens,
                 columns,
-                BLOCK_T=_TOKENS,
+                BLOCK_T=TOKENS,
                 BLOCK_C=block,
-                num_warps=1,  # most programs leave at once
+                num_warps=1,  # most programs leave at once,
+                **early_launch(grad),
             )
 
 
@@ -251,74 +202,3 @@ def row_update(
         for some in rows:
             some.add_to(grad, first)
         apply_rule([grad], [part], scalars, seed, rule)
-
-
-class RowsApart:
-    """The rows of an embedding's ids, kept while the rest of the weight is updated without them.
-
-    Build it before that update, on the same stream; call :meth:`update` after it.
-
-    Args:
-        ids: [...] int32 or int64, what the embedding looked up; negative ones are left out.
-        dy: [T, V], and ``x`` [T, C]: the factors of the rest of the gradient, a product.
-        target: of a contiguous weight [V, C].
-    """
-
-    def __init__(self, ids: Tensor, dy: Tensor, x: Tensor, target: Target) -> None:
-        self.target = target
-        # Stable: equal ids stay in the order of tokens.
-        self.ids, self.order = torch.sort(ids.reshape(-1), stable=True)
-        at = self.ids.clamp(min=0)
-        self.param = target.param.index_select(0, at)
-        self.states = tuple(state.index_select(0, at) for state in target.states)
-        self.scales = tuple(scale.index_select(0, at) for scale in target.scales)
-        self.product = wide_product(dy.index_select(1, at).t(), x)
-
-    def update(self, rows: Tensor, scalars: Tensor, seed: Tensor | None, rule: Dual) -> None:
-        """Update these rows from what they were, by the product and ``rows`` [..., C], of ids."""
-        rows, target = as_rows(rows), self.target
-        tokens, columns = rows.shape
-        if not tokens or not columns:
-            return
-        if not runs_triton(target.param):
-            self._update_reference(rows, scalars, seed, rule)
-            return
-        block = BLOCK if target.scales else min(256, power_of_2(columns))
-        with on_device(rows):
-            _update_rows_kernel[(tokens, triton.cdiv(columns, block))](
-                target.param,
-                target.states,
-                target.scales,
-                self.param,
-                self.states,
-                self.scales,
-                self.product,
-                self.ids,
-                self.order,
-                rows,
-                rows.stride(0),
-                scalars,
-                seed if seed is not None else scalars,
-                target.salt,
-                tokens,
-                columns,
-                RULE=rule.triton,
-                SCALARS=scalars.numel(),
-                STOCHASTIC=seed is not None,
-                BLOCK_T=_TOKENS,
-                BLOCK_C=block,
-                num_warps=1,
-            )
-
-    def _update_reference(
-        self, rows: Tensor, scalars: Tensor, seed: Tensor | None, rule: Dual
-    ) -> None:
-        ids = self.ids.tolist()
-        for id in sorted({id for id in ids if id >= 0}):
-            first, count = ids.index(id), ids.count(id)
-            grad = self.product[first] + rows[self.order[first : first + count]].float().sum(0)
-            part = self.target.rows(id, id + 1)
-            now = (part.param, *part.states, *part.scales)
-            for stored, old in zip(now, (self.param, *self.states, *self.scales), strict=True):
-                stored.copy_(old[first : first + 1])
-            apply_rule_reference(grad[None], part, scalars, seed, rule)

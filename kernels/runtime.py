@@ -59,6 +59,33 @@ def processors(tensor: Tensor) -> int:
     return _processors(tensor.get_device()) if tensor.is_cuda else 4
 
 
+@lru_cache
+def _launches_early(index: int) -> bool:
+    return torch.version.hip is None and torch.cuda.get_device_capability(index) >= (9, 0)
+
+
+def early_launch(tensor: Tensor) -> dict[str, Any]:
+    """Launch options of a kernel whose first statement is ``begin(PDL)``, on ``tensor``'s device.
+
+    On Hopper and later it is launched before the kernel in front of it ends (programmatic dependent
+    launch, which a captured graph keeps).
+    """
+    early = tensor.is_cuda and _launches_early(tensor.get_device())
+    return dict(PDL=True, launch_pdl=True) if early else dict(PDL=False)
+
+
+@triton.jit
+def begin(PDL: tl.constexpr):
+    """Wait until the kernel in front has ended; then let the next one be launched.
+
+    In this order: who is launched early then knows that all in front of its predecessor has ended,
+    and may read what is as old before its own wait.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
 def power_of_2(n: int) -> int:
     """The smallest power of two that is at least ``n``."""
     return 1 << (n - 1).bit_length()

@@ -17,7 +17,17 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from forge.kernels.runtime import as_rows, on_device, power_of_2, runs_triton, tl, triton
+from forge.kernels.runtime import (
+    as_rows,
+    begin,
+    early_launch,
+    on_device,
+    power_of_2,
+    processors,
+    runs_triton,
+    tl,
+    triton,
+)
 
 
 def swiglu_reference(gate: Tensor, up: Tensor) -> Tensor:
@@ -30,8 +40,16 @@ def swiglu_reference(gate: Tensor, up: Tensor) -> Tensor:
 
 @triton.jit
 def _swiglu_fwd_kernel(
-    gate_ptr, up_ptr, y_ptr, gate_pitch, up_pitch, F: tl.constexpr, BLOCK: tl.constexpr
+    gate_ptr,
+    up_ptr,
+    y_ptr,
+    gate_pitch,
+    up_pitch,
+    F: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     f = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = f < F
@@ -56,21 +74,33 @@ def _swiglu_bwd_kernel(
     dup_pitch,
     F: tl.constexpr,
     BLOCK: tl.constexpr,
+    COUNT: tl.constexpr,  # blocks of a program
+    PDL: tl.constexpr,
 ):
+    begin(PDL)
     row = tl.program_id(0).to(tl.int64)
-    f = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = f < F
-    dy = tl.load(dy_ptr + row * dy_pitch + f, mask, other=0.0).to(tl.float32)
-    gate = tl.load(gate_ptr + row * gate_pitch + f, mask, other=0.0).to(tl.float32)
-    up = tl.load(up_ptr + row * up_pitch + f, mask, other=0.0).to(tl.float32)
-    s = tl.sigmoid(gate)
-    dgate = dy * up * s * (1 + gate * (1 - s))
-    dup = dy * gate * s
-    tl.store(dgate_ptr + row * dgate_pitch + f, dgate.to(dgate_ptr.dtype.element_ty), mask)
-    tl.store(dup_ptr + row * dup_pitch + f, dup.to(dup_ptr.dtype.element_ty), mask)
-    if y_ptr is not None:
-        y = gate * s * up
-        tl.store(y_ptr + row * F + f, y.to(y_ptr.dtype.element_ty), mask)
+    first = tl.program_id(1) * (BLOCK * COUNT) + tl.arange(0, BLOCK)
+    loaded = ()
+    # All loads first: behind a store each would wait for the one in front of it.
+    for i in tl.static_range(COUNT):
+        f = first + i * BLOCK
+        dy = tl.load(dy_ptr + row * dy_pitch + f, f < F, other=0.0)
+        gate = tl.load(gate_ptr + row * gate_pitch + f, f < F, other=0.0)
+        up = tl.load(up_ptr + row * up_pitch + f, f < F, other=0.0)
+        loaded = loaded + ((dy, gate, up),)
+    for i in tl.static_range(COUNT):
+        f = first + i * BLOCK
+        dy = loaded[i][0].to(tl.float32)
+        gate = loaded[i][1].to(tl.float32)
+        up = loaded[i][2].to(tl.float32)
+        s = tl.sigmoid(gate)
+        silu = gate * s
+        dgate = dy * up * s * (1 + gate * (1 - s))
+        dgate_ptrs, dup_ptrs = dgate_ptr + row * dgate_pitch + f, dup_ptr + row * dup_pitch + f
+        tl.store(dgate_ptrs, dgate.to(dgate_ptr.dtype.element_ty), f < F)
+        tl.store(dup_ptrs, (dy * silu).to(dup_ptr.dtype.element_ty), f < F)
+        if y_ptr is not None:
+            tl.store(y_ptr + row * F + f, (silu * up).to(y_ptr.dtype.element_ty), f < F)
 
 
 def _grid(rows: Tensor) -> tuple[tuple[int, int], dict[str, int]]:
@@ -88,9 +118,27 @@ def swiglu_forward(gate: Tensor, up: Tensor) -> Tensor:
     if y.numel():
         with on_device(y):
             _swiglu_fwd_kernel[grid](
-                gates, ups, y, gates.stride(0), ups.stride(0), F=gates.shape[1], **tile
+                gates,
+                ups,
+                y,
+                gates.stride(0),
+                ups.stride(0),
+                F=gates.shape[1],
+                **tile,
+                **early_launch(y),
             )
     return y
+
+
+def _blocks_of_a_program(tokens: int, blocks: int, multiprocessors: int) -> int:
+    """In backward, where there are programs enough: up to four blocks of a token.
+
+    Addresses and the start of a program then cost a few of its instructions, not a fifth, and it
+    computes one block while it waits for the next.
+    """
+    if tokens < 2 * multiprocessors:
+        return 1
+    return next(count for count in (4, 3, 2, 1) if blocks % count == 0)
 
 
 def swiglu_backward(
@@ -103,10 +151,11 @@ def swiglu_backward(
         y: contiguous [..., F]: the forward pass's result is written to it, too.
     """
     dys, gates, ups = as_rows(dy), as_rows(gate), as_rows(up)
-    grid, tile = _grid(gates)
+    (tokens, blocks), tile = _grid(gates)
+    count = _blocks_of_a_program(tokens, blocks, processors(gates))
     if dy.numel():
         with on_device(dy):
-            _swiglu_bwd_kernel[grid](
+            _swiglu_bwd_kernel[(tokens, blocks // count)](
                 dys,
                 gates,
                 ups,
@@ -119,7 +168,9 @@ def swiglu_backward(
                 dgate.stride(0),
                 dup.stride(0),
                 F=gates.shape[1],
+                COUNT=count,
                 **tile,
+                **early_launch(dy),
             )
 
 

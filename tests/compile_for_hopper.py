@@ -21,12 +21,18 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from forge.kernels import (
     apply_rule,
     attention,
+    attention_backward,
+    attention_tiles,
     column_sum,
     hopper_ring,
     linear_cross_entropy,
     qk_norm_rope,
+    qk_norm_rope_backward,
     rms_norm,
+    rope_tables,
     row_update,
+    rows_apart,
+    sort_ids,
     swiglu,
     target,
     wgrad_update,
@@ -40,7 +46,7 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 
 def usage(source: Any, options: dict[str, Any]) -> dict[str, int]:
-    """Registers at launch, stack bytes, accesses to local memory (spills), shared memory."""
+    """Registers at launch, stack bytes, accesses to local memory (spills), shared memory, ..."""
     compiled = triton.compile(source, target=HOPPER, options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(compiled.asm["cubin"])
@@ -58,12 +64,22 @@ def usage(source: Any, options: dict[str, Any]) -> dict[str, int]:
         "wide": len(re.findall(r"(?:LDG|STG|LDGSTS)\.E[.A-Z]*\.128", assembly)),
         "products": len(re.findall(r"\bHGMMA\b", assembly)),
         "shared": compiled.metadata.shared,
+        "waits_first": _waits_first(assembly),
     }
+
+
+def _waits_first(assembly: str) -> bool:
+    """Whether a kernel touches no memory before the one in front has ended.
+
+    ACQBULK waits for it, PREEXIT lets the next one start; both once, in this order.
+    """
+    memory = r"\b(LD|ST|LDG|STG|LDGSTS|ATOM|ATOMG|RED|REDG|UTMA\w+|ACQBULK|PREEXIT)\b"
+    return re.findall(memory, assembly)[:2] == ["ACQBULK", "PREEXIT"]
 
 
 def rows_kernel(rule: Any, states: str) -> dict[str, int]:
     """The second update of a tied weight's looked-up rows."""
-    kernel = row_update._update_rows_kernel
+    kernel = rows_apart._update_rows_kernel
     names, count = kernel.arg_names, len(rule.states)
     signs = {name: "*u8" if name in rule.nonnegative else "*i8" for name in rule.states}
     stored = tuple(signs.values()) if states == "int8" else ("*bf16",) * count
@@ -78,8 +94,9 @@ def rows_kernel(rule: Any, states: str) -> dict[str, int]:
         RULE=rule.update.triton,
         SCALARS=rule.scalar_count,
         STOCHASTIC=True,
-        BLOCK_T=row_update._TOKENS,
+        BLOCK_T=row_update.TOKENS,
         BLOCK_C=target.BLOCK if states == "int8" else 256,
+        PDL=True,
     )
     types |= dict.fromkeys(constants, "constexpr")
     signature = {n: types.get(n, "*bf16" if n.endswith("_ptr") else "i32") for n in names}
@@ -95,7 +112,37 @@ def rows_kernel(rule: Any, states: str) -> dict[str, int]:
         {(names.index(n),): value for n, value in constants.items()},
         {position: [["tt.divisibility", 16]] for position in aligned},
     )
-    return usage(source, {"num_warps": 1})
+    return usage(source, {"num_warps": 1, "launch_pdl": True})
+
+
+def keep_kernel(states: str) -> dict[str, int]:
+    """What keeps a tied weight's looked-up rows, of bf16 or of 8-bit states."""
+    kernel = rows_apart._keep_rows_kernel
+    names, tile = kernel.arg_names, dict(rows_apart._KEEP)
+    options = {"num_warps": tile.pop("num_warps"), "launch_pdl": True}
+    stored = ("*bf16", *(("*i8", "*u8") if states == "int8" else ("*bf16", "*bf16")))
+    scales = ("*u8", "*u8") if states == "int8" else ()
+    types = {
+        **dict.fromkeys(("stored", "kept"), stored),
+        **dict.fromkeys(("scales", "kept_scales"), scales),
+        **dict.fromkeys(("ids_ptr", "sorted_ptr", "order_ptr"), "*i64"),
+    }
+    constants = dict(COUNT=True, BLOCK_T=512, BLOCK_C=1024, BLOCK_S=8, PDL=True, **tile)
+    types |= dict.fromkeys(constants, "constexpr")
+    signature = {n: types.get(n, "*bf16" if n.endswith("_ptr") else "i32") for n in names}
+    aligned: list[tuple[int, ...]] = []
+    for i, (n, kind) in enumerate(signature.items()):
+        if isinstance(kind, tuple):
+            aligned += [(i, j) for j in range(len(kind))]
+        elif n not in ("tokens", *constants):
+            aligned.append((i,))
+    source = ASTSource(
+        kernel,
+        signature,
+        {(names.index(n),): value for n, value in constants.items()},
+        {position: [["tt.divisibility", 16]] for position in aligned},
+    )
+    return usage(source, options)
 
 
 def table_kernel(
@@ -133,12 +180,17 @@ def table_kernel(
     return usage(source, options)
 
 
-def model_kernel(kernel: Any, tile: dict[str, int], **constants: Any) -> dict[str, int]:
-    """A kernel of the model, bf16 tensors; all that is not sized by tokens a multiple of 16."""
+def model_kernel(
+    kernel: Any, tile: dict[str, int], others: dict[str, str] | None = None, **constants: Any
+) -> dict[str, int]:
+    """A kernel of the model; all that is not sized by tokens a multiple of 16.
+
+    Tensors are bf16, but for ``others``: types by name.
+    """
     names = kernel.arg_names
     tile = dict(tile)
-    options = {"num_warps": tile.pop("num_warps")}
-    constants |= tile
+    options = {"num_warps": tile.pop("num_warps"), "launch_pdl": True}
+    constants |= tile | {"PDL": True}
     types = {
         "parts_ptr": "*fp32",
         "lse_ptr": "*fp32",
@@ -149,13 +201,18 @@ def model_kernel(kernel: Any, tile: dict[str, int], **constants: Any) -> dict[st
         "table_ptr": "*i64",
         "ids_ptr": "*i64",
         "order_ptr": "*i64",
+        "sorted_ptr": "*i64",
+        "positions_ptr": "*i64",
+        "inv_freq_ptr": "*fp32",
         "eps": "fp32",
+        "scaling": "fp32",
+        **(others or {}),
     }
     signature = {
         n: "constexpr" if n in constants else types.get(n, "*bf16" if n.endswith("_ptr") else "i32")
         for n in names
     }
-    free = {"rows", "T", "eps", "ignore_index", "first", "count", "tokens", *constants}
+    free = {"rows", "T", "eps", "scaling", "ignore_index", "first", "count", "tokens", *constants}
     source = ASTSource(
         kernel,
         signature,
@@ -180,21 +237,34 @@ def model_kernels() -> dict[str, dict[str, int]]:
         sizes = dict(H=heads, K=8, D=128)
         found[f"model qk_norm_rope {heads}"] = model_kernel(
             qk_norm_rope._qk_norm_rope_fwd_kernel,
-            qk_norm_rope._tile(128, qk_norm_rope._FORWARD_WARPS),
+            qk_norm_rope_backward.tile_of_heads(128, qk_norm_rope._WARPS),
             **sizes,
         )
-        found[f"model qk_norm_rope backward {heads}"] = model_kernel(
-            qk_norm_rope._qk_norm_rope_bwd_kernel,
-            qk_norm_rope._tile(128, qk_norm_rope._BACKWARD_WARPS),
-            VALUES=True,
-            **sizes,
-        )
+        tile = qk_norm_rope_backward.tile_of_heads(128, qk_norm_rope_backward._WARPS)
+        fp32 = {"dk_ptr": "*fp32", "dv_ptr": "*fp32"}
+        for name, others, changes in (
+            ("", {}, dict(PARTS=1, ONCE=True, TOKENS=2)),
+            (" parts", fp32, dict(PARTS=heads // 8, ONCE=True, TOKENS=2)),
+            (" long", {}, dict(PARTS=1, ONCE=False, TOKENS=1)),
+        ):
+            found[f"model qk_norm_rope backward {heads}{name}"] = model_kernel(
+                qk_norm_rope_backward._qk_norm_rope_bwd_kernel,
+                *(tile, others),
+                VALUES=True,
+                **changes,
+                **sizes,
+            )
+    tile = dict(ROWS=rope_tables._ROWS, BLOCK=64, num_warps=4)
+    found["model rope_tables"] = model_kernel(
+        rope_tables._rope_tables_kernel, tile, HALF=64, COUNT=True
+    )
     tile = dict(BLOCK=1024, num_warps=4)
     found["model swiglu"] = model_kernel(swiglu._swiglu_fwd_kernel, tile, F=3072)
-    found["model swiglu backward"] = model_kernel(swiglu._swiglu_bwd_kernel, tile, F=3072)
-    found["model swiglu backward alone"] = model_kernel(
-        swiglu._swiglu_bwd_kernel, tile, F=3072, y_ptr=None
-    )
+    for width, count in ((3072, 3), (12_288, 4)):
+        for name, constants in (("", {}), (" alone", {"y_ptr": None})):
+            found[f"model swiglu backward {width}{name}"] = model_kernel(
+                swiglu._swiglu_bwd_kernel, tile, F=width, COUNT=count, **constants
+            )
     tile = dict(BLOCK=4096, num_warps=8)
     for lse, grad, continued in ((1, 1, 0), (1, 0, 1), (0, 1, 0)):
         found[f"model cross_entropy {lse}{grad}{continued}"] = model_kernel(
@@ -205,8 +275,12 @@ def model_kernels() -> dict[str, dict[str, int]]:
             CONTINUED=bool(continued),
             **({} if grad and not lse else {"dloss_ptr": None}),
         )
-    tile = dict(BLOCK_T=row_update._TOKENS, BLOCK_C=256, num_warps=1)
+    tile = dict(BLOCK_T=row_update.TOKENS, BLOCK_C=256, num_warps=1)
     found["model add_rows"] = model_kernel(row_update._add_rows_kernel, tile)
+    tile = sort_ids._TILE | dict(BLOCK=512)
+    found["model sort_ids"] = model_kernel(sort_ids._sort_ids_kernel, tile)
+    for states in ("bf16", "int8"):
+        found[f"model keep_rows {states}"] = keep_kernel(states)
     tile = column_sum._TILE
     found["model column_sum"] = model_kernel(column_sum._column_sum_kernel, tile, C=1024)
     found["model column_sums"] = model_kernel(
@@ -218,8 +292,9 @@ def model_kernels() -> dict[str, dict[str, int]]:
 def attention_kernel(kernel: Any, tile: dict[str, int], size: int, **constants: Any) -> dict:
     """A kernel of attention, bf16 tensors; a group of two query heads a key."""
     names, tile = kernel.arg_names, dict(tile)
-    options = {n: tile.pop(n) for n in ("num_warps", "num_stages", "launch_pdl") if n in tile}
-    constants |= tile
+    options = {n: tile.pop(n) for n in ("num_warps", "num_stages") if n in tile}
+    options["launch_pdl"] = True
+    constants |= tile | {"PDL": True}
     rows = {"q": "BLOCK_Q", "k": "BLOCK_K", "v": "BLOCK_K"}
     types: dict[str, Any] = {n: "*fp32" for n in ("lse_ptr", "delta_ptr", "parts_ptr")}
     types |= {"c": "fp32", "scale": "fp32"} | dict.fromkeys(constants, "constexpr")
@@ -252,30 +327,33 @@ def attention_kernels() -> dict[str, dict[str, int]]:
     found = {}
     for size in (64, 128):
         q = torch.empty(1, 16, 1, size, dtype=torch.bfloat16)
-        common = attention._common(q, q[:, ::2])
+        common = attention_tiles.common_options(q, q[:, ::2])
         found[f"attention {size}"] = attention_kernel(
             attention._attention_fwd_kernel, attention._forward_tile(q), size, **common
         )
         for heads in (1, 2):
-            tile = attention._backward_tile(q) | {"launch_pdl": True}
+            tile = attention_backward._backward_tile(q)
             found[f"attention backward {size} {heads}"] = attention_kernel(
-                attention._attention_bwd_kernel, tile, size, **common, HEADS=heads, PDL=True
+                attention_backward._attention_bwd_kernel,
+                tile,
+                size,
+                **common,
+                HEADS=heads,
+                PDL=True,
             )
         found[f"model attention delta {size}"] = attention_kernel(
-            attention._attention_delta_kernel,
-            dict(ROWS=attention._DELTA_ROWS, num_warps=4),
+            attention_backward._attention_delta_kernel,
+            dict(ROWS=attention_backward._DELTA_ROWS, num_warps=4),
             size,
             H=16,
             D=size,
-            PDL=True,
         )
         found[f"model sum_heads {size}"] = attention_kernel(
-            attention._sum_heads_kernel,
-            dict(ROWS=attention._SUM_ROWS, num_warps=4, launch_pdl=True),
+            attention_backward._sum_heads_kernel,
+            dict(ROWS=attention_backward._SUM_ROWS, num_warps=4),
             size,
             GROUP=2,
             D=size,
-            PDL=True,
         )
     return found
 
@@ -313,8 +391,9 @@ def main() -> None:
         for states in ("bf16", "int8") if rule.states else ("bf16",):
             name = f"{rule.name} {'int8' * (states == 'int8')}".strip()
             constants = {"ELEMENTS": apply_rule._ELEMENTS, "BLOCK": target.BLOCK}
+            options = {"num_warps": 4, "launch_pdl": True}
             found[f"apply_rule {name}"] = table_kernel(
-                apply_rule._apply_rule_kernel, rule, constants, {"num_warps": 4}, states
+                apply_rule._apply_rule_kernel, rule, constants | {"PDL": True}, options, states
             )
             if rule.states:
                 found[f"update_rows {name}"] = rows_kernel(rule, states)

@@ -21,7 +21,7 @@ from forge.harness import options
 from forge.harness.attention import attention_backend
 from forge.harness.rows import select_rows
 from forge.harness.workloads import MODELS, build_model
-from forge.kernels import attention as module
+from forge.kernels import attention_backward as module
 from forge.kernels import runtime
 from forge.kernels.attention import attention, attention_reference
 
@@ -253,11 +253,13 @@ def gradients(model, **inputs):
 
 def test_a_model_computes_the_same(interpreted, monkeypatch):
     calls = []
-    kernel = qwen3.attention
-    monkeypatch.setattr(qwen3, "attention", lambda *a: calls.append(a[0].shape) or kernel(*a))
+    kernel = qwen3.qkv_attention
+    monkeypatch.setattr(
+        qwen3, "qkv_attention", lambda *a, **k: calls.append(a[0].shape) or kernel(*a, **k)
+    )
     model = forge.optimize(make(), attention="forge")
     found = gradients(model, **batch())
-    assert calls == [(1, 4, 20, 16)] * 2
+    assert calls == [(1, 20, 128)] * 2
     for a, b in zip(found, gradients(make(), **batch()), strict=True):
         assert error(a, b.double()) <= 2e-5
     assert attention_backend(model, batch()) == "forge"

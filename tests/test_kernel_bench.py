@@ -83,7 +83,9 @@ def public_kernels():
             found |= {
                 name
                 for name in names
-                if not name.startswith("_") and not name.endswith(parts) and hasattr(module, name)
+                if not name.startswith(("_", "check_"))
+                and not name.endswith(parts)
+                and hasattr(module, name)
             }
     return found
 

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forge.kernels import runtime
+from forge.kernels import qk_norm_rope_backward, runtime
+from forge.kernels import swiglu as swiglu_module
 from forge.kernels.column_sum import column_sums
 from forge.kernels.linear_cross_entropy import (
     linear_cross_entropy,
@@ -172,6 +173,13 @@ def test_qkv_norm_rope(device, dtype, heads, kv, tokens, size):
     )
 
 
+@pytest.mark.parametrize(("heads", "kv", "tokens", "size"), [(9, 3, 17, 64), (2, 1, 40, 16)])
+def test_qkv_norm_rope_of_long_sequences(device, monkeypatch, heads, kv, tokens, size):
+    """Programs of backward that go through several tiles."""
+    monkeypatch.setattr(qk_norm_rope_backward, "_WAVES", 0)
+    test_qkv_norm_rope(device, torch.float32, heads, kv, tokens, size)
+
+
 @DTYPES
 def test_qk_norm_rope_of_separate_projections(device, dtype):
     heads, kv, tokens, size = 6, 2, 13, 32
@@ -205,10 +213,19 @@ def test_queries_and_keys_lie_as_attention_wants_them(device):
 
 
 @DTYPES
-@pytest.mark.parametrize(("tokens", "columns"), [(1, 1), (3, 1030), (127, 48)])
+# Programs of one block, and of three and two in backward.
+@pytest.mark.parametrize(
+    ("tokens", "columns"), [(1, 1), (3, 1030), (127, 48), (9, 2500), (8, 2048)]
+)
 def test_swiglu(device, dtype, tokens, columns):
     gate, up = strided(tokens, columns, dtype), torch.randn(columns, tokens, dtype=dtype).t()
     check(swiglu, lambda g, u: F.silu(g) * u, swiglu_reference, [gate * 3, up], device)
+
+
+def test_blocks_of_a_program_of_swiglu():
+    found = [swiglu_module._blocks_of_a_program(512, n, 132) for n in (1, 2, 3, 4, 5, 6, 12)]
+    assert found == [1, 2, 3, 4, 1, 3, 4]
+    assert swiglu_module._blocks_of_a_program(263, 3, 132) == 1  # too few to fill the GPU
 
 
 @DTYPES

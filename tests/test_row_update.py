@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from forge.kernels import wgrad_auto
+from forge.kernels import rows_apart, runtime, sort_ids, wgrad_auto
 from forge.kernels.apply_rule import apply_rule
 from forge.kernels.block_code import scale_shape
-from forge.kernels.row_update import Rows, RowsApart, add_product, row_update
+from forge.kernels.row_update import Rows, add_product, row_update
+from forge.kernels.rows_apart import RowsApart
 from forge.kernels.target import Target
 from forge.optim.rules import ADAMW
 
@@ -103,13 +105,17 @@ def test_stores_the_bits_that_the_whole_gradient_gives(device, what, dtype, stat
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("columns", [C, 300])
+@pytest.mark.parametrize("counted", [sort_ids.COUNTED, 0], ids=["counted", "sorted"])
+@pytest.mark.parametrize("columns", [C, 300, 1100])
 @pytest.mark.parametrize(
     ("dtype", "states"),
     [(torch.float32, "same"), (torch.bfloat16, "same"), (torch.bfloat16, "int8")],
 )
-def test_rows_apart_store_the_bits_of_one_update(device, dtype, states, columns):
+def test_rows_apart_store_the_bits_of_one_update(
+    device, dtype, states, columns, counted, monkeypatch
+):
     """The whole from the product first, the looked-up rows once more when theirs is known."""
+    monkeypatch.setattr(sort_ids, "COUNTED", counted)
     ids = repeated_ids(device)
     make = dict(device=device, dtype=dtype)
     tokens = ids.numel()
@@ -125,6 +131,57 @@ def test_rows_apart_store_the_bits_of_one_update(device, dtype, states, columns)
     row_update([dy, ids], [x, rows], wanted, *arguments)
     for a, b in zip(stored(ours), stored(wanted), strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+@pytest.mark.parametrize("count", [0, 1, 2, 16, 511, 1030])
+def test_ids_sorted_by_counting(device, dtype, count):
+    """As a stable sort; values of all sizes, most of them more than once."""
+    info = torch.iinfo(dtype)
+    edges = torch.tensor([info.min, -1, 0, 1, info.max], dtype=dtype)
+    ids = torch.randint(-3, 20, (count,), dtype=dtype)
+    ids[::3] = edges[torch.randint(5, ids[::3].shape)]
+    for given in (ids, ids.repeat_interleave(2)[::2]):  # the second is strided
+        for found, wanted in zip(
+            sort_ids.sort_ids(given.to(device)), torch.sort(ids, stable=True), strict=True
+        ):
+            assert found.dtype == wanted.dtype and torch.equal(found.cpu(), wanted)
+
+
+def test_many_ids_are_left_to_torch(device, monkeypatch):
+    monkeypatch.setattr(sort_ids, "COUNTED", 9)
+    monkeypatch.setattr(sort_ids, "_sort_ids_kernel", None)
+    ids = torch.arange(10, device=device).flip(0)
+    assert sort_ids.sort_ids(ids)[1].tolist() == list(range(9, -1, -1))
+
+
+def test_rows_are_kept_by_one_kernel_and_a_product(monkeypatch):
+    """Eleven small kernels once: a sort, which is several, and a gather of each tensor."""
+    if torch.cuda.is_available():
+        pytest.skip("the interpreter is for machines without a GPU")
+    monkeypatch.setattr(runtime, "interpret_cpu", True)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    ran = []
+
+    class Names(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            ran.append(func._schema.name.removeprefix("aten::"))
+            return func(*args, **(kwargs or {}))
+
+    target, ids = make_target("cpu", torch.bfloat16, "int8"), torch.randint(V, (12,))
+    dy, x = torch.randn(12, V).bfloat16(), torch.randn(12, C).bfloat16()
+    launch, launches = rows_apart._keep_rows_kernel.run, []
+    monkeypatch.setattr(
+        rows_apart._keep_rows_kernel,
+        "run",
+        lambda *a, **k: launches.append(None) or launch(*a, **k),
+        raising=False,
+    )
+    with Names():
+        RowsApart(ids, dy, x, target)
+    work = [n for n in ran if n not in ("empty", "empty_like", "new_empty", "view", "t", "detach")]
+    assert "mm" in work and not {"sort", "index_select", "clamp", "gather"} & set(work)
+    assert len(launches) == 1
 
 
 @pytest.mark.parametrize("columns", [1, 17, 300])
@@ -173,8 +230,6 @@ def test_mixed_dtypes_keep_fp32_rows(device):
 
 
 def test_the_scratch_is_a_slice(device):
-    from torch.utils._python_dispatch import TorchDispatchMode
-
     class Largest(TorchDispatchMode):
         numel = 0
 

@@ -1,0 +1,86 @@
+"""What attention's kernels, forward and backward, share: tiles of heads and how they are found."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from forge.kernels.runtime import INTERPRETED, tl, triton
+
+
+@triton.jit
+def tile_of(heads, b, h, start, ROWS: tl.constexpr, D: tl.constexpr):
+    """Rows of a head, [ROWS, D]; zeros from T on. ``heads``: a descriptor of [B, heads, T, D]."""
+    return heads.load([b, h, start, 0]).reshape(ROWS, D)
+
+
+@triton.jit
+def rows_of(x, b, h, start, T, ROWS: tl.constexpr, D: tl.constexpr):
+    """The same through pointers. ``x``: address and strides by batch, head and token."""
+    r = tl.arange(0, ROWS)[:, None]
+    ptr = x[0] + tl.cast(b, tl.int64) * x[1] + tl.cast(h, tl.int64) * x[2]
+    ptr += tl.cast(start, tl.int64) * x[3]
+    return tl.load(ptr + r * x[3] + tl.arange(0, D)[None, :], r < T - start, other=0.0)
+
+
+@triton.jit
+def dot(a, b, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
+    if UPCAST:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, input_precision=PRECISION)
+
+
+@triton.jit
+def store_rows(ptr, x, b, h, start, T, HEADS: tl.constexpr, D: tl.constexpr):
+    """Write rows of a head, [ROWS, D], into memory [B, T, HEADS, D]."""
+    r = tl.arange(0, x.shape[0])[:, None]
+    ptr += ((tl.cast(b, tl.int64) * T + start) * HEADS + h) * D
+    ptrs = ptr + r * (HEADS * D) + tl.arange(0, D)[None, :]
+    tl.store(ptrs, x.to(ptr.dtype.element_ty), r < T - start)
+
+
+def loadable(t: Tensor) -> Tensor:
+    """``t`` [B, heads, T, D], copied if the tensor memory engine could not read it."""
+    size = t.element_size()
+    strides = [stride for n, stride in zip(t.shape[:3], t.stride(), strict=False) if n > 1]
+    aligned = t.data_ptr() % 16 == 0 and all(s > 0 and s * size % 16 == 0 for s in strides)
+    return t if aligned and t.stride(3) == 1 else t.contiguous()
+
+
+def _strides(t: Tensor) -> list[int]:
+    """By batch, head and token; those of dimensions of one element, which may be any, aligned."""
+    size = t.shape[3]
+    return [s if n > 1 else size for n, s in zip(t.shape[:3], t.stride(), strict=False)]
+
+
+def described(t: Tensor, rows: int) -> Any:
+    """A descriptor of ``t`` [B, heads, T, D] for tiles of so many rows of a head."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor(t, list(t.shape), [*_strides(t), 1], [1, 1, rows, t.shape[3]])
+
+
+def described_rows(t: Tensor, block: int) -> Any:
+    """A descriptor of ``t`` [rows, pitch] for so many neighbours of a row."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor(t, list(t.shape), list(t.stride()), [1, block])
+
+
+def addressed(t: Tensor) -> tuple[Any, ...]:
+    return (t, *_strides(t))
+
+
+def wide_block(q: Tensor) -> int:
+    """Rows of an fp32 tile: it is multiplied outside the tensor cores, and lies in registers."""
+    return 16 if q.shape[3] > 32 else 32
+
+
+def common_options(q: Tensor, k: Tensor) -> dict[str, Any]:
+    heads = q.shape[1]
+    # fp32 as such, not TF32: nobody who asks for it wants it fast.
+    return dict(
+        H=heads, GROUP=heads // k.shape[1], D=q.shape[3], PRECISION="ieee", UPCAST=INTERPRETED
+    )
