@@ -177,8 +177,11 @@ class ForgeQwen3Attention(Qwen3Attention):
         """Whether this package's kernels attend, for q and v [B, any heads, T, D].
 
         If ``attention="forge"``, or if ``"auto"`` and they are known to win: up to ``SHORT`` tokens
-        in bf16 or fp16, on Hopper. Otherwise does what the model was configured with, which is all
+        in bf16 or fp16, on Hopper. If not, what the model was configured with does, which is all
         there is for a mask, dropout and other implementations.
+
+        Raises:
+            ValueError: ``attention="forge"``, and they cannot.
         """
         asked = self.__dict__.get("_attention", "auto")
         if asked != "forge" and not (asked == "auto" and _is_short(q)):

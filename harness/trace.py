@@ -34,8 +34,8 @@ _NAMES = tuple(
         # Ours, which multiply too; then the rivals'.
         (
             "update",
-            r"wgrad_update|apply_rule|_(add|keep|update)_rows_kernel|_sort_ids_kernel|_advance_kernel|multi_tensor_apply"
-            r"|_fused_adam",
+            r"wgrad_update|apply_rule|_(add|keep|update)_rows_kernel|_sort_ids_kernel"
+            r"|_advance_kernel|multi_tensor_apply|_fused_adam",
         ),
         ("update", r"_(adam|adamw)_kernel|kOptimizer|quantize_kernel|_ecc_bits|_reconstruct_fp32"),
         ("attention", r"_attention_(fwd|delta|bwd)_kernel|_sum_heads_kernel"),

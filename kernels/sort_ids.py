@@ -65,7 +65,7 @@ def counts(ids: Tensor) -> bool:
 
 def count_block(count: int) -> int:
     """Ids that are compared with at a time."""
-    return min(512, power_of_2(max(16, count)))
+    return min(256, power_of_2(max(16, count)))
 
 
 def sort_ids(ids: Tensor) -> tuple[Tensor, Tensor]:

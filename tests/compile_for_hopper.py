@@ -127,7 +127,7 @@ def keep_kernel(states: str) -> dict[str, int]:
         **dict.fromkeys(("scales", "kept_scales"), scales),
         **dict.fromkeys(("ids_ptr", "sorted_ptr", "order_ptr"), "*i64"),
     }
-    constants = dict(COUNT=True, BLOCK_T=512, BLOCK_C=1024, BLOCK_S=8, PDL=True, **tile)
+    constants = dict(COUNT=True, BLOCK_T=256, BLOCK_C=1024, BLOCK_S=8, PDL=True, **tile)
     types |= dict.fromkeys(constants, "constexpr")
     signature = {n: types.get(n, "*bf16" if n.endswith("_ptr") else "i32") for n in names}
     aligned: list[tuple[int, ...]] = []
@@ -277,7 +277,7 @@ def model_kernels() -> dict[str, dict[str, int]]:
         )
     tile = dict(BLOCK_T=row_update.TOKENS, BLOCK_C=256, num_warps=1)
     found["model add_rows"] = model_kernel(row_update._add_rows_kernel, tile)
-    tile = sort_ids._TILE | dict(BLOCK=512)
+    tile = sort_ids._TILE | dict(BLOCK=256)
     found["model sort_ids"] = model_kernel(sort_ids._sort_ids_kernel, tile)
     for states in ("bf16", "int8"):
         found[f"model keep_rows {states}"] = keep_kernel(states)
