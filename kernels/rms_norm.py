@@ -236,10 +236,11 @@ class NormAgain:
         self.versions, self.y_version, self.dtype = _versions(h, weight), y._version, y.dtype
 
     def buffer(self) -> Tensor:
-        """``y`` [..., C], to be filled."""
-        assert self.h is not None
-        self.empty = torch.empty(self.h.shape, dtype=self.dtype, device=self.h.device)
-        self.empty._forge_norm_again = self  # type: ignore[attr-defined]
+        """``y`` [..., C], to be filled; one for all layers that ask before it is."""
+        if self.empty is None:
+            assert self.h is not None
+            self.empty = torch.empty(self.h.shape, dtype=self.dtype, device=self.h.device)
+            self.empty._forge_norm_again = self  # type: ignore[attr-defined]
         return self.empty
 
     def fill(self) -> None:

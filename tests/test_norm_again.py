@@ -94,6 +94,24 @@ def same_weights(ours, theirs):
         torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("queue_bytes", [0, 2**20])
+def test_two_layers_behind_one_norm(nets, queue_bytes, monkeypatch):
+    monkeypatch.setattr(forge.queue, "QUEUE_BYTES", queue_bytes)
+    ours, ours_opt, theirs, theirs_opt = nets
+    x = data(ours)
+    y = rms_norm(x, ours.norms[0])
+    (packed_linear(y, ours.first).sum() + packed_linear(y, ours.second).square().sum()).backward()
+    y = F.rms_norm(x, (C,), theirs.norms[0], 1e-6)
+    first, second = (
+        torch.cat([layer(y) for layer in layers], dim=-1)
+        for layers in (theirs.first, theirs.second)
+    )
+    (first.sum() + second.square().sum()).backward()
+    for optimizer in (ours_opt, theirs_opt):
+        optimizer.step()
+    same_weights(ours, theirs)
+
+
 def test_a_backward_that_leaves_out_the_norms(nets):
     ours, ours_opt, theirs, theirs_opt = nets
     x = data(ours)
