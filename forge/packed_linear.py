@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from forge.kernels.rms_norm import again, unfilled
+from forge.kernels.rms_norm import NormAgain
 from forge.linear import ForgeLinear, Slot, slot_of
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -87,7 +87,7 @@ class PackedLinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, packed: Tensor, slots: list[Slot | None], *weights: Tensor):
         # What a norm made is not kept: its backward pass, next after this one's, makes it again.
-        ctx.again = again(x) if any(slot and not slot.deferred for slot in slots) else None
+        ctx.again = NormAgain.of(x) if any(slot and not slot.deferred for slot in slots) else None
         ctx.save_for_backward(*(() if ctx.again else (x,)))
         # Not saved tensors, which hooks may copy: only in place do the weights lie side by side.
         ctx.packed, ctx.weights, ctx.slots = packed, weights, slots
@@ -121,7 +121,7 @@ class PackedLinearFunction(torch.autograd.Function):
             for need, slot, part in zip(needed, ctx.slots, parts, strict=True)
         ]
         dws: list[Tensor | None] = [None] * len(weights)
-        filler = unfilled(x) if any(missing) else None
+        filler = NormAgain.unfilled(x) if any(missing) else None
         if filler is not None:
             filler.fill()
         if all(missing):

@@ -15,7 +15,7 @@ from torch.autograd.graph import increment_version
 from forge.deferred import DeferredGradient, refuse_second_backward
 from forge.kernels.apply_rule import apply_rule
 from forge.kernels.column_sum import column_sums
-from forge.kernels.rms_norm import unfilled
+from forge.kernels.rms_norm import NormAgain
 from forge.kernels.row_update import Rows, add_product, is_rows, row_update
 from forge.kernels.rows_apart import RowsApart
 from forge.kernels.runtime import as_rows
@@ -196,7 +196,7 @@ class UpdateQueue:
             for x, dy, version in factors:
                 if x._version + dy._version != version:
                     _refuse_changed(slot)
-                filler = unfilled(x)
+                filler = NormAgain.unfilled(x)
                 if filler is not None:
                     with _on_stream(slot.stream, x.device):
                         filler.fill()

@@ -229,6 +229,25 @@ class NormAgain:
     h: Tensor | None = None
     empty: Tensor | None = None
 
+    @staticmethod
+    def of(y: Tensor) -> NormAgain | None:
+        """How to make ``y`` again, where it is what a norm of this file returned.
+
+        None if it was written to since, and while a hook on saved tensors (a checkpoint's) is to
+        decide what is kept.
+        """
+        found = y.__dict__.get("_forge_norm_again")
+        if found is None or y._version != found.y_version:
+            return None
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        return found if hooks is None else None
+
+    @staticmethod
+    def unfilled(y: Tensor) -> NormAgain | None:
+        """Who is to fill ``y``, where it is a buffer that the norm's backward has yet to fill."""
+        found = y.__dict__.get("_forge_norm_again")
+        return found if found is not None and found.empty is y else None
+
     def remember(self, y: Tensor, h: Tensor, weight: Tensor, eps: float) -> None:
         """``y`` is the norm of ``h``."""
         # Detached: with its graph, h would hold the node that holds this.
@@ -263,24 +282,6 @@ class NormAgain:
 
 def _versions(*tensors: Tensor) -> list[int]:
     return [t._version for t in tensors]
-
-
-def again(y: Tensor) -> NormAgain | None:
-    """How to make ``y`` again in the backward pass, where it is what a norm of this file returned.
-
-    None if it was written to since, and while a hook on saved tensors (a checkpoint's) is to decide
-    what is kept.
-    """
-    found = y.__dict__.get("_forge_norm_again")
-    if found is None or y._version != found.y_version:
-        return None
-    return found if torch._C._autograd._top_saved_tensors_default_hooks(True) is None else None
-
-
-def unfilled(y: Tensor) -> NormAgain | None:
-    """Who is to fill ``y``, where it is a buffer that the norm's backward pass has yet to fill."""
-    found = y.__dict__.get("_forge_norm_again")
-    return found if found is not None and found.empty is y else None
 
 
 class RMSNormFunction(torch.autograd.Function):
