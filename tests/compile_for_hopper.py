@@ -1,5 +1,7 @@
 """Compiles every kernel for sm_90, without a GPU, and prints what came out, as JSON.
 
+With the number of another architecture (80, 100) as its argument: the portable updates for that.
+
 A script, not a test: kernels must be imported outside Triton's interpreter, which the tests use.
 """
 
@@ -8,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -41,13 +44,15 @@ from forge.kernels import (
 )
 from forge.optim import rules
 
-HOPPER = GPUTarget("cuda", 90, 32)
+ARCHITECTURE = int(sys.argv[1]) if len(sys.argv) > 1 else 90
+GPU = GPUTarget("cuda", ARCHITECTURE, 32)
+EARLY = ARCHITECTURE >= 90  # as forge.kernels.runtime decides
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 
 def usage(source: Any, options: dict[str, Any]) -> dict[str, int]:
     """Registers at launch, stack bytes, accesses to local memory (spills), shared memory, ..."""
-    compiled = triton.compile(source, target=HOPPER, options=options)
+    compiled = triton.compile(source, target=GPU, options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(compiled.asm["cubin"])
         cubin.flush()
@@ -96,7 +101,7 @@ def rows_kernel(rule: Any, states: str) -> dict[str, int]:
         STOCHASTIC=True,
         BLOCK_T=row_update.TOKENS,
         BLOCK_C=target.BLOCK if states == "int8" else 256,
-        PDL=True,
+        PDL=EARLY,
     )
     types |= dict.fromkeys(constants, "constexpr")
     signature = {n: types.get(n, "*bf16" if n.endswith("_ptr") else "i32") for n in names}
@@ -112,7 +117,7 @@ def rows_kernel(rule: Any, states: str) -> dict[str, int]:
         {(names.index(n),): value for n, value in constants.items()},
         {position: [["tt.divisibility", 16]] for position in aligned},
     )
-    return usage(source, {"num_warps": 1, "launch_pdl": True})
+    return usage(source, {"num_warps": 1, "launch_pdl": EARLY})
 
 
 def keep_kernel(states: str) -> dict[str, int]:
@@ -386,14 +391,16 @@ def hopper_kernel(rule: Any, stochastic: bool, states: str = "bf16") -> dict[str
 
 
 def main() -> None:
-    found = model_kernels() | attention_kernels()
-    for rule in (value for value in vars(rules).values() if isinstance(value, rules.Rule)):
+    hopper = ARCHITECTURE == 90
+    found = model_kernels() | attention_kernels() if hopper else {}
+    known = [value for value in vars(rules).values() if isinstance(value, rules.Rule)]
+    for rule in known if hopper else (rules.ADAMW, rules.LION, rules.SGD):
         for states in ("bf16", "int8") if rule.states else ("bf16",):
             name = f"{rule.name} {'int8' * (states == 'int8')}".strip()
             constants = {"ELEMENTS": apply_rule._ELEMENTS, "BLOCK": target.BLOCK}
-            options = {"num_warps": 4, "launch_pdl": True}
+            options = {"num_warps": 4, "launch_pdl": EARLY}
             found[f"apply_rule {name}"] = table_kernel(
-                apply_rule._apply_rule_kernel, rule, constants | {"PDL": True}, options, states
+                apply_rule._apply_rule_kernel, rule, constants | {"PDL": EARLY}, options, states
             )
             if rule.states:
                 found[f"update_rows {name}"] = rows_kernel(rule, states)
@@ -403,7 +410,7 @@ def main() -> None:
             found[f"wgrad_update {name}"] = table_kernel(
                 wgrad_update._wgrad_update_kernel, rule, constants, options, states
             )
-        if len(rule.states) == 2:
+        if len(rule.states) == 2 and hopper:
             for stochastic in (True, False):
                 name = f"wgrad_update_hopper {rule.name} {'stochastic' * stochastic}".strip()
                 found[name] = hopper_kernel(rule, stochastic)

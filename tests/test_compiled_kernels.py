@@ -18,10 +18,14 @@ pytest.importorskip("triton")
 
 @pytest.fixture(scope="module")
 def kernels():
+    return compiled()
+
+
+def compiled(*arguments):
     script = Path(__file__).with_name("compile_for_hopper.py")
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, env=environment
+        [sys.executable, str(script), *arguments], capture_output=True, text=True, env=environment
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
@@ -39,6 +43,17 @@ def test_no_kernel_spills(kernels):
     assert kernels["model rope_tables"]["stack"] <= 32
     spilled.pop("model rope_tables", None)
     assert not spilled
+
+
+@pytest.mark.parametrize("architecture", ["80", "100"])
+def test_portable_updates_compile_for_other_gpus(architecture):
+    found = compiled(architecture)
+    assert {name.split()[0] for name in found} == {"apply_rule", "update_rows", "wgrad_update"}
+    assert len(found) >= 12
+    for name, kernel in found.items():
+        assert kernel["stack"] == kernel["local"] == 0, name
+        # What a program of an A100 may have; smaller GPUs of that generation have 100 KB.
+        assert kernel["shared"] <= 100 * 1024, name
 
 
 def test_accesses_are_as_wide_as_they_can_be(kernels):
