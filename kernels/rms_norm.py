@@ -255,9 +255,17 @@ class NormAgain:
         self.versions, self.y_version, self.dtype = _versions(h, weight), y._version, y.dtype
 
     def buffer(self) -> Tensor:
-        """``y`` [..., C], to be filled; one for all layers that ask before it is."""
+        """``y`` [..., C], to be filled; one for all layers that ask before it is.
+
+        Raises:
+            RuntimeError: the graph was differentiated, and not kept.
+        """
         if self.empty is None:
-            assert self.h is not None
+            if self.h is None:
+                raise RuntimeError(
+                    "a second backward through a graph that the first one has freed: "
+                    "use retain_graph=True in the first"
+                )
             self.empty = torch.empty(self.h.shape, dtype=self.dtype, device=self.h.device)
             self.empty._forge_norm_again = self  # type: ignore[attr-defined]
         return self.empty

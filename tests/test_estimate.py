@@ -31,7 +31,23 @@ def measured():
         if record.status == "ok" and record.gpu_count
         if record.model in KEYS and record.key in REGISTRY and record.kernels in LOGIT_BYTES
     }
-    return [pytest.param(record, id=f"{record.row}-{record.seq}") for record in rows.values()]
+    return [
+        pytest.param(
+            record, id=f"{record.row}-{record.seq}", marks=[OUTDATED] * is_outdated(record)
+        )
+        for record in rows.values()
+    ]
+
+
+# Strict: the next run's records are within the tolerance, or this test says so.
+OUTDATED = pytest.mark.xfail(
+    reason="measured before results of norms and rotated heads were made again", strict=True
+)
+
+
+def is_outdated(record):
+    commit = record.environment["commit"]
+    return record.kernels == "forge" and record.seq == 4096 and commit == "1b0fb4072"
 
 
 def predicted(record):
@@ -49,8 +65,6 @@ def test_there_is_something_to_compare_with():
 def test_close_to_the_measured_peak(record):
     """A tenth is the promise. Eager rows are held to half: smaller terms would not show."""
     row, tolerance = predicted(record), 0.05 if record.execution == "eager" else 0.10
-    if record.kernels == "forge" and record.environment["commit"].startswith("1b0fb40"):
-        tolerance = 0.16  # before results of norms and rotated heads were made again
     assert row["peak_gib"] == pytest.approx(record.peak_memory_gib, rel=tolerance)
     assert row["states"] * 2**30 == pytest.approx(record.state_bytes, rel=0.002)
 

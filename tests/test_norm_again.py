@@ -136,6 +136,15 @@ def test_a_graph_that_is_used_twice(nets):
     same_weights(ours, theirs)
 
 
+def test_a_second_backward_through_a_freed_graph_is_refused(nets):
+    ours, *_ = nets
+    y, _ = ours(data(ours))
+    weights = [layer.weight for layer in ours.second]
+    torch.autograd.grad(y.sum(), [ours.norms[1], *weights])
+    with pytest.raises(RuntimeError, match="retain_graph=True"):
+        torch.autograd.grad(y.sum(), weights)
+
+
 def test_the_result_is_not_kept(nets):
     ours, *_ = nets
     packed = nodes(ours(data(ours))[0])
