@@ -77,6 +77,12 @@ def instruction_share(kernel: str) -> float:
     return next((share for name, share in _OLDER.items() if name in kernel), 1.0)
 
 
+def adjusted_pct(ofu_pct: float | None, m: int, n: int, k: int, kernel: str) -> float | None:
+    """OFU without the padding of the kernel's tiles and what its instructions waste."""
+    share = tile_share(m, n, k, tile_of(kernel)) * instruction_share(kernel)
+    return None if ofu_pct is None else ofu_pct * share
+
+
 class _Product:
     """``[m, k] @ [n, k]^T`` in bf16 on random data, some 20 ms of it a call."""
 
@@ -118,8 +124,6 @@ def measure(shape: tuple[int, int, int], gpu: hardware.Hardware, uuid: str) -> d
     # Without a driver nothing ran, and there is no OFU either.
     window_s = seen.utilisation_window_s or math.inf
     rate = 2.0 * m * n * k * work.count * seen.steps / window_s
-    tile = tile_of(kernel)
-    useful = tile_share(m, n, k, tile) * instruction_share(kernel)
     return dict(
         m=m,
         n=n,
@@ -127,9 +131,9 @@ def measure(shape: tuple[int, int, int], gpu: hardware.Hardware, uuid: str) -> d
         dtype="bf16",
         achieved_pct=100 * rate / gpu.peak_tflops / 1e12,
         ofu_pct=seen.ofu_pct,
-        ofu_adjusted_pct=seen.ofu_pct and seen.ofu_pct * useful,
+        ofu_adjusted_pct=adjusted_pct(seen.ofu_pct, m, n, k, kernel),
         kernel=kernel,
-        tile=tile,
+        tile=tile_of(kernel),
         missing=seen.missing,
     )
 

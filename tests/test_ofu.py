@@ -263,7 +263,13 @@ def test_tile_of_a_kernel(kernel, tile):
 def test_older_instructions_keep_the_pipe_busy_for_longer():
     assert ofu_sweep.instruction_share("cutlass_75_tensorop_bf16_s1688gemm_bf16_64x") == 1 / 2
     assert ofu_sweep.instruction_share("cutlass_80_tensorop_bf16_s16816gemm_relu_bf16") == 2 / 3
-    assert ofu_sweep.instruction_share("nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_TNT") == 1
+    nvjet = "nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_TNT"
+    assert ofu_sweep.instruction_share(nvjet) == 1
+    # Tiles of 128 rows: half of the second one is padding.
+    assert ofu_sweep.adjusted_pct(60.0, 192, 256, 64, nvjet) == pytest.approx(45.0)
+    older = "cutlass_75_tensorop_bf16_s1688gemm_bf16_128x128_32x2_tn_align1"
+    assert ofu_sweep.adjusted_pct(60.0, 192, 256, 64, older) == pytest.approx(22.5)
+    assert ofu_sweep.adjusted_pct(None, 192, 256, 64, older) is None
 
 
 def test_the_sweep_covers_aligned_and_ragged_products_in_the_time_it_promises():
