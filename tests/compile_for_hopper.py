@@ -73,6 +73,23 @@ def usage(source: Any, options: dict[str, Any]) -> dict[str, int]:
     }
 
 
+def kernel_usage(
+    kernel: Any,
+    signature: dict[str, Any],
+    constants: dict[str, Any],
+    aligned: list[tuple[int, ...]],
+    options: dict[str, Any],
+) -> dict[str, int]:
+    """:func:`usage` of a Triton kernel; ``aligned``: arguments that are multiples of 16."""
+    source = ASTSource(
+        kernel,
+        signature,
+        {(kernel.arg_names.index(n),): value for n, value in constants.items()},
+        {position: [["tt.divisibility", 16]] for position in aligned},
+    )
+    return usage(source, options)
+
+
 def _waits_first(assembly: str) -> bool:
     """Whether a kernel touches no memory before the one in front has ended.
 
@@ -111,13 +128,9 @@ def rows_kernel(rule: Any, states: str) -> dict[str, int]:
             aligned += [(i, j) for j in range(len(kind))]
         elif n not in ("tokens", "salt", *constants):
             aligned.append((i,))
-    source = ASTSource(
-        kernel,
-        signature,
-        {(names.index(n),): value for n, value in constants.items()},
-        {position: [["tt.divisibility", 16]] for position in aligned},
+    return kernel_usage(
+        kernel, signature, constants, aligned, {"num_warps": 1, "launch_pdl": EARLY}
     )
-    return usage(source, {"num_warps": 1, "launch_pdl": EARLY})
 
 
 def keep_kernel(states: str) -> dict[str, int]:
@@ -141,13 +154,7 @@ def keep_kernel(states: str) -> dict[str, int]:
             aligned += [(i, j) for j in range(len(kind))]
         elif n not in ("tokens", *constants):
             aligned.append((i,))
-    source = ASTSource(
-        kernel,
-        signature,
-        {(names.index(n),): value for n, value in constants.items()},
-        {position: [["tt.divisibility", 16]] for position in aligned},
-    )
-    return usage(source, options)
+    return kernel_usage(kernel, signature, constants, aligned, options)
 
 
 def table_kernel(
@@ -176,13 +183,7 @@ def table_kernel(
     tuples = ("state_ptrs", "scale_ptrs")
     aligned = [(names.index(n),) for n in names if n not in constants and n not in tuples]
     aligned += [(names.index(n), j) for n in tuples for j in range(len(types[n]))]
-    source = ASTSource(
-        kernel,
-        signature,
-        {(names.index(n),): value for n, value in constants.items()},
-        {position: [["tt.divisibility", 16]] for position in aligned},
-    )
-    return usage(source, options)
+    return kernel_usage(kernel, signature, constants, aligned, options)
 
 
 def model_kernel(
@@ -218,13 +219,8 @@ def model_kernel(
         for n in names
     }
     free = {"rows", "T", "eps", "scaling", "ignore_index", "first", "count", "tokens", *constants}
-    source = ASTSource(
-        kernel,
-        signature,
-        {(names.index(n),): value for n, value in constants.items()},
-        {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if n not in free},
-    )
-    return usage(source, options)
+    aligned = [(i,) for i, n in enumerate(names) if n not in free]
+    return kernel_usage(kernel, signature, constants, aligned, options)
 
 
 def model_kernels() -> dict[str, dict[str, int]]:
@@ -319,13 +315,7 @@ def attention_kernel(kernel: Any, tile: dict[str, int], size: int, **constants: 
             aligned += [(i, j) for j in range(len(kind))]
         elif n not in free and not kind.startswith("tensordesc"):
             aligned.append((i,))
-    source = ASTSource(
-        kernel,
-        signature,
-        {(names.index(n),): value for n, value in constants.items()},
-        {position: [["tt.divisibility", 16]] for position in aligned},
-    )
-    return usage(source, options)
+    return kernel_usage(kernel, signature, constants, aligned, options)
 
 
 def attention_kernels() -> dict[str, dict[str, int]]:
