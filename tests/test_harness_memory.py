@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from forge.harness.memory import GradientMeter, PeakMeter, plain_tensors, state_bytes
+from forge.harness.memory import GradientMeter, plain_tensors, state_bytes
 
 
 def make_model(dtype=torch.bfloat16):
