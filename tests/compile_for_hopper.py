@@ -28,7 +28,9 @@ from forge.kernels import (
     attention_tiles,
     column_sum,
     hopper_ring,
+    linear_auto,
     linear_cross_entropy,
+    linear_hopper,
     qk_norm_rope,
     qk_norm_rope_backward,
     rms_norm,
@@ -70,6 +72,7 @@ def usage(source: Any, options: dict[str, Any]) -> dict[str, int]:
         "products": len(re.findall(r"\bHGMMA\b", assembly)),
         "shared": compiled.metadata.shared,
         "waits_first": _waits_first(assembly),
+        "loads_before_wait": _loads_before_wait(assembly),
     }
 
 
@@ -97,6 +100,14 @@ def _waits_first(assembly: str) -> bool:
     """
     memory = r"\b(LD|ST|LDG|STG|LDGSTS|ATOM|ATOMG|RED|REDG|UTMA\w+|ACQBULK|PREEXIT)\b"
     return re.findall(memory, assembly)[:2] == ["ACQBULK", "PREEXIT"]
+
+
+def _loads_before_wait(assembly: str) -> int:
+    """How much the tensor memory engine loads before the kernel in front has ended; -1: more."""
+    memory = r"\b(LD|ST|LDG|STG|LDGSTS|ATOM|ATOMG|RED|REDG|UTMA\w+|ACQBULK|PREEXIT)\b"
+    found = re.findall(memory, assembly)
+    before = found[: found.index("ACQBULK")] if "ACQBULK" in found else found
+    return len(before) if set(before) <= {"UTMALDG"} else -1
 
 
 def rows_kernel(rule: Any, states: str) -> dict[str, int]:
@@ -380,9 +391,34 @@ def hopper_kernel(rule: Any, stochastic: bool, states: str = "bf16") -> dict[str
     return usage(source, dict(num_warps=8, launch_pdl=True))
 
 
+def linear_kernels() -> dict[str, dict[str, int]]:
+    """Products of the linear layers; a tile each of the tables' kinds."""
+    kernel = linear_hopper._linear_hopper_kernel
+    found = {}
+    for dx, tiles in ((False, linear_auto.FORWARD), (True, linear_auto.BACKWARD)):
+        kinds = {tile._replace(parts=1) for tile in (*tiles.values(), linear_auto.OTHER)}
+        for tile in sorted(kinds):
+            for prefetch in (True, False):
+                constants = dict(SLOTS=tile.slots, DX=dx, PREFETCH=prefetch)
+                types: dict[str, Any] = dict.fromkeys(constants, "constexpr")
+                for n, block in zip("xwy", linear_hopper.blocks(tile, dx), strict=True):
+                    types[n] = f"tensordesc<bf16{block},{linear_hopper.layout_of(block)!r}>"
+                names = kernel.arg_names
+                source = GluonASTSource(
+                    fn=kernel,
+                    signature={n: types.get(n, "i32") for n in names},
+                    constexprs={(names.index(n),): value for n, value in constants.items()},
+                    attrs={},
+                )
+                name = f"linear_hopper {'dx' if dx else 'y'} {tile.columns} {tile.slots}"
+                name += " prefetch" if prefetch else ""
+                found[name] = usage(source, dict(num_warps=8, launch_pdl=True))
+    return found
+
+
 def main() -> None:
     hopper = ARCHITECTURE == 90
-    found = model_kernels() | attention_kernels() if hopper else {}
+    found = model_kernels() | attention_kernels() | linear_kernels() if hopper else {}
     known = [value for value in vars(rules).values() if isinstance(value, rules.Rule)]
     for rule in known if hopper else (rules.ADAMW, rules.LION, rules.SGD):
         for states in ("bf16", "int8") if rule.states else ("bf16",):

@@ -62,16 +62,25 @@ def test_accesses_are_as_wide_as_they_can_be(kernels):
         # Those that copy by the tensor memory engine, one that is better off with 8 bytes, one that
         # spreads sines over threads, and one whose masks allow no more.
         narrow = any(part in name for part in (" long", "rope_tables", "sort_ids"))
-        if not name.startswith("wgrad_update_hopper") and not narrow:
+        engine = name.startswith(("wgrad_update_hopper", "linear_hopper"))
+        if not engine and not narrow:
             assert kernel["wide"] > 0, name
 
 
 def test_kernels_that_start_early_touch_nothing_before_they_may(kernels):
     """And let the next one start no sooner: who is started early relies on it."""
-    late = ("wgrad", "attention backward")  # the first chain and wait in ways of their own
-    checked = [name for name in kernels if not name.startswith(late)]
+    # The first chain and wait in ways of their own; the last is told that weights are older.
+    late = ("wgrad", "attention backward")
+    checked = [n for n in kernels if not n.startswith(late) and not n.endswith("prefetch")]
     assert len(checked) >= 40
     assert [name for name in checked if not kernels[name]["waits_first"]] == []
+
+
+def test_products_prefetch_a_ring_of_weights_and_no_more(kernels):
+    prefetching = [name for name in kernels if name.endswith("prefetch")]
+    assert len(prefetching) >= 4
+    for name in prefetching:
+        assert kernels[name]["loads_before_wait"] == int(name.split()[3]), name
 
 
 @pytest.mark.parametrize(
@@ -96,7 +105,9 @@ def test_what_is_launched_early(monkeypatch, capability, hip, early):
 
 def test_products_run_on_the_tensor_cores(kernels):
     for name, kernel in kernels.items():
-        assert (kernel["products"] > 0) == name.startswith(("wgrad", "attention")), name
+        assert (kernel["products"] > 0) == name.startswith(
+            ("wgrad", "attention", "linear_hopper")
+        ), name
 
 
 def test_registers_and_shared_memory(kernels):
@@ -105,6 +116,13 @@ def test_registers_and_shared_memory(kernels):
             # 384 threads are paid for, of which eight warps then take 240 registers each; one
             # program an SM, of 228 KB.
             assert kernel["registers"] == 168 and kernel["shared"] == 196_996, name
+        elif name.startswith("linear_hopper"):
+            # One program an SM, which leaves registers for two of 128 threads of the kernels around
+            # it (three eighths of 64 K with the widest tile), and 31 KB.
+            columns = int(name.split()[2])
+            assert kernel["registers"] <= {64: 64, 128: 96, 256: 160}[columns], name
+            assert kernel["shared"] <= 197_000, name
+            assert kernel["products"] in (4, 8), name  # one loop over slots, products of 16 terms
         elif name.startswith("attention"):
             # Two programs of 128 threads on an SM, which takes 1 KB more for each.
             registers = 255 if "backward" in name else 160
