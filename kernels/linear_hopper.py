@@ -57,53 +57,64 @@ def let_next_start():
 
 
 @gluon.jit
-def _load_weight(w, term, column, barrier, slot, DX: gl.constexpr, pred=True):
+def _load_weight(w, term, column, second, barrier, slot, DX: gl.constexpr, pred):
+    """One slot of W: columns of the result from ``column`` on, or two halves of them."""
     if DX:
         tma_load(w, [term, column], barrier, slot, pred=pred)
-    else:
+    elif slot.shape[0] == w.block_shape[0]:
         tma_load(w, [column, term], barrier, slot, pred=pred)
+    else:
+        ROWS: gl.constexpr = w.block_shape[0]
+        BK: gl.constexpr = w.block_shape[1]
+        layout: gl.constexpr = w.layout
+        pair = view(slot, gl.bfloat16, [2, ROWS, BK], layout)
+        tma_load(w, [column, term], barrier, pair.index(0), pred=pred)
+        tma_load(w, [second, term], barrier, pair.index(1), pred=pred)
 
 
-@gluon.jit(do_not_specialize=["steps", "part_steps", "part_rows"])
-def _linear_hopper_kernel(
-    x, w, y, steps, part_steps, part_rows,
-    SLOTS: gl.constexpr, DX: gl.constexpr, PREFETCH: gl.constexpr,
-):  # fmt: skip
-    """Grid: tiles of tokens, tiles of columns, parts of the sum, of ``part_steps`` slots each.
-
-    Part p of the result begins at row ``p * part_rows`` of y.
-    """
-    BM: gl.constexpr = x.block_shape[0]
-    BK: gl.constexpr = x.block_shape[1]
-    BN: gl.constexpr = y.block_shape[1]
-    bytes: gl.constexpr = BK * (BM + BN) * 2
-    mma: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, BN, 16]
-    )
-    row = gl.program_id(0) * BM
-    column = gl.program_id(1) * BN
-    first = gl.program_id(2) * part_steps
-    term = first * BK
-    steps = gl.minimum(steps - first, part_steps)  # none or fewer, if the last parts have none
+@gluon.jit
+def ring(x, w, SLOTS: gl.constexpr, ROWS: gl.constexpr):
+    """Slots for blocks of x and ``ROWS`` rows of W, and their barriers."""
     X = gl.allocate_shared_memory(gl.bfloat16, [SLOTS] + x.block_shape, x.layout)
-    W = gl.allocate_shared_memory(gl.bfloat16, [SLOTS] + w.block_shape, w.layout)
+    W = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, ROWS, w.block_shape[1]], w.layout)
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(SLOTS):
         mbarrier.init(full.index(i), count=1)
+    return X, W, full
 
-    # The first turn of the ring. Weights are older than the kernel in front, x is not.
-    if not PREFETCH:
-        wait_for_launches_in_front()
-        let_next_start()
+
+@gluon.jit
+def load_first_weights(w, column, second, term, steps, X, W, full, DX: gl.constexpr):
+    """Request W of the first turn of the ring."""
+    SLOTS: gl.constexpr = X.shape[0]
+    # Of x and W.
+    bytes: gl.constexpr = (X.shape[1] * X.shape[2] + W.shape[1] * W.shape[2]) * 2
     for i in gl.static_range(SLOTS):
         mbarrier.expect(full.index(i), bytes, pred=i < steps)
-        _load_weight(w, term + i * BK, column, full.index(i), W.index(i), DX, i < steps)
-    if PREFETCH:
-        wait_for_launches_in_front()
-        let_next_start()
-    for i in gl.static_range(SLOTS):
-        tma_load(x, [row, term + i * BK], full.index(i), X.index(i), pred=i < steps)
+        at = term + i * X.shape[2]
+        _load_weight(w, at, column, second, full.index(i), W.index(i), DX, i < steps)
 
+
+@gluon.jit
+def load_first_rows(x, row, term, steps, X, full):
+    """Request x of the first turn of the ring."""
+    SLOTS: gl.constexpr = X.shape[0]
+    for i in gl.static_range(SLOTS):
+        at = term + i * X.shape[2]
+        tma_load(x, [row, at], full.index(i), X.index(i), pred=i < steps)
+
+
+@gluon.jit
+def multiply_ring(x, w, row, column, second, term, steps, X, W, full, DX: gl.constexpr):
+    """The tile's sum of ``steps`` slots from ``term`` on, fp32; the first turn is under way."""
+    SLOTS: gl.constexpr = X.shape[0]
+    BM: gl.constexpr = X.shape[1]
+    BK: gl.constexpr = X.shape[2]
+    BN: gl.constexpr = W.shape[2] if DX else W.shape[1]
+    bytes: gl.constexpr = (X.shape[1] * X.shape[2] + W.shape[1] * W.shape[2]) * 2
+    mma: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, BN, 16]
+    )
     acc = gl.zeros((BM, BN), dtype=gl.float32, layout=mma)
     for s in range(0, steps):
         now = s % SLOTS
@@ -116,13 +127,43 @@ def _linear_hopper_kernel(
         ahead = s + SLOTS - 1
         more = (s > 0) & (ahead < steps)
         free = ahead % SLOTS
+        at = term + ahead * BK
         mbarrier.expect(full.index(free), bytes, pred=more)
-        _load_weight(w, term + ahead * BK, column, full.index(free), W.index(free), DX, more)
-        tma_load(x, [row, term + ahead * BK], full.index(free), X.index(free), pred=more)
+        _load_weight(w, at, column, second, full.index(free), W.index(free), DX, more)
+        tma_load(x, [row, at], full.index(free), X.index(free), pred=more)
     acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
-
-    # Every slot has been read, and no load is under way: the first ones take the result.
+    # Every slot has been read, and no load is under way: the ring may be used for the result.
     thread_barrier()
+    return acc
+
+
+@gluon.jit(do_not_specialize=["steps", "part_steps", "part_rows"])
+def _linear_hopper_kernel(
+    x, w, y, steps, part_steps, part_rows,
+    SLOTS: gl.constexpr, DX: gl.constexpr, PREFETCH: gl.constexpr,
+):  # fmt: skip
+    """Grid: tiles of tokens, tiles of columns, parts of the sum, of ``part_steps`` slots each.
+
+    Part p of the result begins at row ``p * part_rows`` of y.
+    """
+    BM: gl.constexpr = x.block_shape[0]
+    BN: gl.constexpr = y.block_shape[1]
+    row = gl.program_id(0) * BM
+    column = gl.program_id(1) * BN
+    first = gl.program_id(2) * part_steps
+    term = first * x.block_shape[1]
+    count = gl.minimum(steps - first, part_steps)  # none or fewer, if the last parts have none
+    X, W, full = ring(x, w, SLOTS, w.block_shape[0])
+    # Weights are older than the kernel in front, x is not.
+    if not PREFETCH:
+        wait_for_launches_in_front()
+        let_next_start()
+    load_first_weights(w, column, 0, term, count, X, W, full, DX)
+    if PREFETCH:
+        wait_for_launches_in_front()
+        let_next_start()
+    load_first_rows(x, row, term, count, X, full)
+    acc = multiply_ring(x, w, row, column, 0, term, count, X, W, full, DX)
     layout: gl.constexpr = y.layout
     out = view(X, gl.bfloat16, [BM, BN], layout)
     out.store(acc.to(gl.bfloat16))
@@ -178,6 +219,17 @@ def _linear(
     parts: bool,
     prefetch: bool,
 ) -> Tensor:
+    check_operands(a, weight, dx)
+    tile = tiles.get((weight.shape[0], weight.shape[1]), OTHER)
+    result = launch(aligned_rows(a), weight, dx, tile, prefetch)
+    if parts:
+        return result
+    whole = result[0] if tile.parts == 1 else result.sum(0)
+    return whole.view(*a.shape[:-1], whole.shape[1])
+
+
+def check_operands(a: Tensor, weight: Tensor, dx: bool) -> None:
+    """Raise the ValueError of operands that the kernel does not take."""
     name = "dy" if dx else "x"
     if weight.dim() != 2 or a.dim() < 1 or a.shape[-1] != weight.shape[0 if dx else 1]:
         raise ValueError(
@@ -196,18 +248,23 @@ def _linear(
         )
     if weight.shape[0] % 8 or weight.shape[1] % 8 or weight.numel() == 0:
         raise ValueError(f"weight: {tuple(weight.shape)} must be multiples of 8: use F.linear")
-    tile = tiles.get((weight.shape[0], weight.shape[1]), OTHER)
-    result = launch(as_rows(a), weight, dx, tile, prefetch)
-    if parts:
-        return result
-    whole = result[0] if tile.parts == 1 else result.sum(0)
-    return whole.view(*a.shape[:-1], whole.shape[1])
 
 
-def blocks(tile: Tile, dx: bool) -> tuple[list[int], list[int], list[int]]:
+def aligned_rows(a: Tensor) -> Tensor:
+    """``a`` as rows [T, C] that the tensor memory engine can read."""
+    rows = as_rows(a)
+    return rows if _is_aligned(rows) else rows.clone(memory_format=torch.contiguous_format)
+
+
+def _is_aligned(t: Tensor) -> bool:
+    """Whether rows begin where the tensor memory engine can read: at multiples of 16 bytes."""
+    return t.data_ptr() % 16 == 0 and t.stride(0) % 8 == 0 and t.stride(0) > 0
+
+
+def blocks(tile: Tile, dx: bool) -> list[list[int]]:
     """Of x or dy, the weight and the result, as the tensor memory engine copies them."""
     weight = [tile.terms, tile.columns] if dx else [tile.columns, tile.terms]
-    return [TOKENS, tile.terms], weight, [TOKENS, tile.columns]
+    return [[TOKENS, tile.terms], weight, [TOKENS, tile.columns]]
 
 
 def layout_of(block: list[int]) -> gl.NVMMASharedLayout:
@@ -216,10 +273,8 @@ def layout_of(block: list[int]) -> gl.NVMMASharedLayout:
 
 
 def launch(a: Tensor, weight: Tensor, dx: bool, tile: Tile, prefetch: bool) -> Tensor:
-    """The parts [P, T, N or K] of rows ``a`` [T, K or N] by the kernel."""
+    """The parts [P, T, N or K] of aligned rows ``a`` [T, K or N] by the kernel."""
     rows, columns = a.shape[0], weight.shape[1 if dx else 0]
-    if not _is_aligned(a):
-        a = a.clone(memory_format=torch.contiguous_format)
     steps = triton.cdiv(a.shape[1], tile.terms)
     # A part has whole tiles, so that none of its rows are stored into the next one.
     height = rows if tile.parts == 1 else triton.cdiv(rows, TOKENS) * TOKENS
@@ -243,8 +298,3 @@ def launch(a: Tensor, weight: Tensor, dx: bool, tile: Tile, prefetch: bool) -> T
                 launch_pdl=True,
             )
     return y[:, :rows]
-
-
-def _is_aligned(t: Tensor) -> bool:
-    """Whether rows begin where the tensor memory engine can read: at multiples of 16 bytes."""
-    return t.data_ptr() % 16 == 0 and t.stride(0) % 8 == 0 and t.stride(0) > 0

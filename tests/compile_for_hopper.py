@@ -27,6 +27,7 @@ from forge.kernels import (
     attention_backward,
     attention_tiles,
     column_sum,
+    gated_hopper,
     hopper_ring,
     linear_auto,
     linear_cross_entropy,
@@ -391,34 +392,50 @@ def hopper_kernel(rule: Any, stochastic: bool, states: str = "bf16") -> dict[str
     return usage(source, dict(num_warps=8, launch_pdl=True))
 
 
-def linear_kernels() -> dict[str, dict[str, int]]:
-    """Products of the linear layers; a tile each of the tables' kinds."""
-    kernel = linear_hopper._linear_hopper_kernel
+def product_kernel(kernel: Any, blocks: list[list[int]], **constants: Any) -> dict[str, int]:
+    """A product for Hopper; ``blocks`` of its tensors, its first arguments."""
+    names = kernel.arg_names
+    types: dict[str, Any] = dict.fromkeys(constants, "constexpr")
+    for n, block in zip(names, blocks, strict=False):
+        types[n] = f"tensordesc<bf16{block},{linear_hopper.layout_of(block)!r}>"
+    source = GluonASTSource(
+        fn=kernel,
+        signature={n: types.get(n, "i32") for n in names},
+        constexprs={(names.index(n),): value for n, value in constants.items()},
+        attrs={},
+    )
+    return usage(source, dict(num_warps=8, launch_pdl=True))
+
+
+def product_kernels() -> dict[str, dict[str, int]]:
+    """Products of the linear layers, a tile each of the tables' kinds, and of a gated MLP."""
     found = {}
-    for dx, tiles in ((False, linear_auto.FORWARD), (True, linear_auto.BACKWARD)):
-        kinds = {tile._replace(parts=1) for tile in (*tiles.values(), linear_auto.OTHER)}
-        for tile in sorted(kinds):
-            for prefetch in (True, False):
-                constants = dict(SLOTS=tile.slots, DX=dx, PREFETCH=prefetch)
-                types: dict[str, Any] = dict.fromkeys(constants, "constexpr")
-                for n, block in zip("xwy", linear_hopper.blocks(tile, dx), strict=True):
-                    types[n] = f"tensordesc<bf16{block},{linear_hopper.layout_of(block)!r}>"
-                names = kernel.arg_names
-                source = GluonASTSource(
-                    fn=kernel,
-                    signature={n: types.get(n, "i32") for n in names},
-                    constexprs={(names.index(n),): value for n, value in constants.items()},
-                    attrs={},
+    for prefetch in (True, False):
+        last = " prefetch" if prefetch else ""
+        for dx, tiles in ((False, linear_auto.FORWARD), (True, linear_auto.BACKWARD)):
+            kinds = {tile._replace(parts=1) for tile in (*tiles.values(), linear_auto.OTHER)}
+            for tile in sorted(kinds):
+                name = f"linear_hopper {'dx' if dx else 'y'} {tile.columns} {tile.slots}{last}"
+                found[name] = product_kernel(
+                    linear_hopper._linear_hopper_kernel,
+                    linear_hopper.blocks(tile, dx),
+                    SLOTS=tile.slots,
+                    DX=dx,
+                    PREFETCH=prefetch,
                 )
-                name = f"linear_hopper {'dx' if dx else 'y'} {tile.columns} {tile.slots}"
-                name += " prefetch" if prefetch else ""
-                found[name] = usage(source, dict(num_warps=8, launch_pdl=True))
+        for kernel, columns, blocks in (
+            (gated_hopper._gate_up_kernel, 256, gated_hopper.FORWARD_BLOCKS),
+            (gated_hopper._down_dx_kernel, 128, gated_hopper.BACKWARD_BLOCKS),
+        ):
+            name = f"linear_hopper {kernel.__name__} {columns} {gated_hopper.SLOTS}{last}"
+            constants = dict(SLOTS=gated_hopper.SLOTS, PREFETCH=prefetch)
+            found[name] = product_kernel(kernel, blocks, **constants)
     return found
 
 
 def main() -> None:
     hopper = ARCHITECTURE == 90
-    found = model_kernels() | attention_kernels() | linear_kernels() if hopper else {}
+    found = model_kernels() | attention_kernels() | product_kernels() if hopper else {}
     known = [value for value in vars(rules).values() if isinstance(value, rules.Rule)]
     for rule in known if hopper else (rules.ADAMW, rules.LION, rules.SGD):
         for states in ("bf16", "int8") if rule.states else ("bf16",):

@@ -78,9 +78,10 @@ def test_kernels_that_start_early_touch_nothing_before_they_may(kernels):
 
 def test_products_prefetch_a_ring_of_weights_and_no_more(kernels):
     prefetching = [name for name in kernels if name.endswith("prefetch")]
-    assert len(prefetching) >= 4
+    assert len(prefetching) >= 6
     for name in prefetching:
-        assert kernels[name]["loads_before_wait"] == int(name.split()[3]), name
+        boxes = 2 if "gate_up" in name else 1  # rows of the gate and of up
+        assert kernels[name]["loads_before_wait"] == boxes * int(name.split()[3]), name
 
 
 @pytest.mark.parametrize(
@@ -117,10 +118,11 @@ def test_registers_and_shared_memory(kernels):
             # program an SM, of 228 KB.
             assert kernel["registers"] == 168 and kernel["shared"] == 196_996, name
         elif name.startswith("linear_hopper"):
-            # One program an SM, which leaves registers for two of 128 threads of the kernels around
-            # it (three eighths of 64 K with the widest tile), and 31 KB.
+            # One program an SM, which leaves registers for one of 128 threads, at least, of the
+            # kernels around it, and 31 KB.
             columns = int(name.split()[2])
-            assert kernel["registers"] <= {64: 64, 128: 96, 256: 160}[columns], name
+            most = {64: 64, 128: 160 if "down" in name else 96, 256: 176}[columns]
+            assert kernel["registers"] <= most, name
             assert kernel["shared"] <= 197_000, name
             assert kernel["products"] in (4, 8), name  # one loop over slots, products of 16 terms
         elif name.startswith("attention"):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from forge.kernels.linear_auto import BACKWARD, FORWARD, TOKENS, Tile
+from forge.kernels.swiglu import swiglu_reference
 
 FORMS = [("y", s) for s in FORWARD] + [("dx", s) for s in BACKWARD]
 
@@ -128,3 +129,55 @@ def test_bad_inputs_are_named(hopper):
     ):
         with pytest.raises(ValueError, match=message):
             function(a, weight)
+
+
+@pytest.fixture
+def gated(hopper):
+    from forge.kernels import gated_hopper
+
+    return gated_hopper
+
+
+SHAPES = [(1, 256, 64), (130, 384, 1000), (512, 3072, 1024)]  # tokens, F, K
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("tokens", "width", "terms"), SHAPES)
+@pytest.mark.parametrize("prefetch", [False, True])
+def test_gate_up(tokens, width, terms, prefetch, gated):
+    x, w = operands("y", (2 * width, terms), tokens, pad=8)
+    torch.cuda.synchronize()
+    gate_up, act = gated.gate_up_hopper(x, w, prefetch=prefetch)
+    close(gate_up, wanted("y", x, w), 1)
+    close(act, swiglu_reference(*gate_up.double().chunk(2, 1)), 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("tokens", "width", "terms"), SHAPES)
+@pytest.mark.parametrize("in_place", [False, True])
+def test_down_dx(tokens, width, terms, in_place, gated):
+    dy, w = operands("dx", (terms, width), tokens, pad=8)
+    gate_up = 3 * torch.randn(tokens, 2 * width, device="cuda", dtype=torch.bfloat16)
+    gate_up[0, 0], gate_up[0, 1] = 200.0, -200.0  # exp overflows
+    truth = gate_up.double().requires_grad_()
+    want = swiglu_reference(*truth.chunk(2, 1))
+    want.backward(wanted("dx", dy, w))
+    grad = gate_up if in_place else torch.full_like(gate_up, float("nan"))
+    torch.cuda.synchronize()
+    act = gated.down_dx_hopper(dy, w, gate_up, grad, prefetch=in_place)
+    close(act, want.detach(), 1)
+    close(grad, truth.grad, 1)
+
+
+@pytest.mark.gpu
+def test_bad_inputs_of_a_gated_product_are_named(gated):
+    w = torch.randn(24, 128, device="cuda", dtype=torch.bfloat16)
+    dy, gate_up = w.new_zeros(2, 24), w.new_zeros(2, 256)
+    with pytest.raises(ValueError, match="F a multiple of 128"):
+        gated.gate_up_hopper(w.new_zeros(2, 128), w)
+    with pytest.raises(ValueError, match="a multiple of 128"):
+        gated.down_dx_hopper(dy, w[:, :64].contiguous(), gate_up, gate_up)
+    with pytest.raises(ValueError, match=r"gate_up: .* must be .* \(2, 256\), contiguous"):
+        gated.down_dx_hopper(dy, w, gate_up[:, :128], gate_up)
+    with pytest.raises(ValueError, match="grad: torch.float32"):
+        gated.down_dx_hopper(dy, w, gate_up, gate_up.float())
