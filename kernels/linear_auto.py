@@ -51,6 +51,10 @@ BACKWARD = {
 OTHER = Tile(128, 6)
 
 
+# Of these, the product that computes a gated MLP's activation, too (kernels/gated_hopper.py).
+GATED = {(6144, 1024), (1024, 3072)}
+
+
 def tile_for(a: Tensor, weight: Tensor, tiles: dict[tuple[int, int], Tile]) -> Tile | None:
     """The tile with which the kernel takes this product; None: it does not, or is not faster."""
     if not HOPPER or not a.is_cuda or not HAS_TRITON:
@@ -62,28 +66,84 @@ def tile_for(a: Tensor, weight: Tensor, tiles: dict[tuple[int, int], Tile]) -> T
     return tile if plain and torch.cuda.get_device_capability(a.device) == (9, 0) else None
 
 
-def linear_forward(x: Tensor, weight: Tensor, *, prefetch: bool = False) -> Tensor:
+def linear_forward(
+    x: Tensor, weight: Tensor, *, prefetch: bool = False, unsummed: bool = False
+) -> Tensor:
     """``x W^T`` [..., N]; not differentiable.
 
     Args:
         x: [..., K], any float dtype.
         weight: [N, K] of the same dtype.
         prefetch: as in :func:`forge.kernels.linear_hopper.linear_hopper`.
+        unsummed: the result goes to who asks for :func:`parts_of` it, and to nobody else.
     """
     tile = tile_for(x, weight, FORWARD)
-    if tile is None or tile.parts > 1:
+    if tile is None or (tile.parts > 1 and not unsummed):
         return F.linear(x, weight)
     from forge.kernels.linear_hopper import linear_hopper
 
-    return linear_hopper(x, weight, prefetch=prefetch)
+    if tile.parts > 1:
+        return _carry(linear_hopper(x, weight, parts=True, prefetch=prefetch), x)
+    # What a custom autograd function returns may be no view.
+    return linear_hopper(x, weight, prefetch=prefetch).data
 
 
-def linear_backward(dy: Tensor, weight: Tensor, *, prefetch: bool = False) -> Tensor:
+def linear_backward(
+    dy: Tensor, weight: Tensor, *, prefetch: bool = False, unsummed: bool = False
+) -> Tensor:
     """``dy W`` [..., K]: as :func:`linear_forward`, for ``dy`` [..., N]."""
     tile = tile_for(dy, weight, BACKWARD)
-    if tile is None or tile.parts > 1:
+    if tile is None or (tile.parts > 1 and not unsummed):
         # Not `dy @ weight`: the operator costs twice the call.
         return torch.matmul(dy, weight)
     from forge.kernels.linear_hopper import linear_hopper_dx
 
-    return linear_hopper_dx(dy, weight, prefetch=prefetch)
+    if tile.parts > 1:
+        return _carry(linear_hopper_dx(dy, weight, parts=True, prefetch=prefetch), dy)
+    return linear_hopper_dx(dy, weight, prefetch=prefetch).data
+
+
+def gated_forward(x: Tensor, weight: Tensor, *, prefetch: bool) -> tuple[Tensor, Tensor] | None:
+    """``[gate, up] = x W^T`` and ``silu(gate) * up``; None: by two kernels."""
+    if tuple(weight.shape) not in GATED or tile_for(x, weight, FORWARD) is None:
+        return None
+    from forge.kernels.gated_hopper import gate_up_hopper
+
+    gate_up, act = gate_up_hopper(x, weight, prefetch=prefetch)
+    return gate_up.data, act.data
+
+
+def gated_backward(dy: Tensor, weight: Tensor, gate_up: Tensor, grad: Tensor) -> Tensor | None:
+    """``silu(gate) * up``, and to ``grad`` the gradient of ``gate_up``; None: by two kernels."""
+    if tuple(weight.shape) not in GATED or tile_for(dy, weight, BACKWARD) is None:
+        return None
+    if not gate_up.is_contiguous() or not grad.is_contiguous():
+        return None
+    from forge.kernels.gated_hopper import down_dx_hopper
+
+    return down_dx_hopper(dy, weight, gate_up, grad, prefetch=True)
+
+
+def _carry(parts: Tensor, like: Tensor) -> Tensor:
+    """The first part in place of the sum of all [P, T, N], which it carries."""
+    y = parts[0].view(*like.shape[:-1], parts.shape[2]).data
+    y._forge_parts = (parts, y._version)  # type: ignore[attr-defined]
+    return y
+
+
+def parts_of(y: Tensor) -> Tensor | None:
+    """Parts [P, T, N] whose sum ``y`` stands for; None: ``y`` is what it is.
+
+    Raises:
+        RuntimeError: ``y`` was written to, by who took it for the sum.
+    """
+    found = y.__dict__.get("_forge_parts")
+    if found is None:
+        return None
+    parts, version = found
+    if y._version != version:
+        raise RuntimeError(
+            "a layer's result was changed in place before the norm behind it had read it; "
+            "forge.optimize(model, undo=True) restores layers whose results may be changed"
+        )
+    return parts

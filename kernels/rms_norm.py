@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from forge.kernels.column_sum import Collect, column_sum
+from forge.kernels.linear_auto import parts_of
 from forge.kernels.runtime import (
     as_rows,
     begin,
@@ -60,8 +61,10 @@ def _rms_norm_fwd_kernel(
     rows,
     x_pitch,
     residual_pitch,
+    part_pitch,
     eps,
     C: tl.constexpr,
+    PARTS: tl.constexpr,
     RESIDUAL: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -73,6 +76,8 @@ def _rms_norm_fwd_kernel(
     mask = (r < rows)[:, None] & (c < C)
     r = r.to(tl.int64)[:, None]
     h = tl.load(x_ptr + r * x_pitch + c, mask, other=0.0).to(tl.float32)
+    for p in tl.static_range(1, PARTS):
+        h += tl.load(x_ptr + p * part_pitch + r * x_pitch + c, mask, other=0.0).to(tl.float32)
     if RESIDUAL:
         h += tl.load(residual_ptr + r * residual_pitch + c, mask, other=0.0).to(tl.float32)
         stored = h.to(h_ptr.dtype.element_ty)
@@ -96,8 +101,10 @@ def _rms_norm_bwd_kernel(
     dy_pitch,
     dh_pitch,
     h_pitch,
+    part_pitch,
     eps,
     C: tl.constexpr,
+    PARTS: tl.constexpr,
     DH: tl.constexpr,
     DW: tl.constexpr,
     Y: tl.constexpr,
@@ -116,6 +123,8 @@ def _rms_norm_bwd_kernel(
         r = r.to(tl.int64)[:, None]
         h = tl.load(h_ptr + r * h_pitch + c, mask, other=0.0).to(tl.float32)
         dy = tl.load(dy_ptr + r * dy_pitch + c, mask, other=0.0).to(tl.float32)
+        for p in tl.static_range(1, PARTS):
+            dy += tl.load(dy_ptr + p * part_pitch + r * dy_pitch + c, mask, other=0.0)
         rstd = tl.rsqrt(tl.sum(h * h, axis=1) / C + eps)[:, None]
         n = h * rstd
         g = dy * w
@@ -141,8 +150,12 @@ def _tile(columns: int, elements: int = 2048) -> dict[str, int]:
 def rms_norm_forward(
     x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, y: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """``(y, h)`` by the kernel; ``h`` is ``x`` when there is no residual. ``y`` may be given."""
-    shape, rows = x.shape, as_rows(x)
+    """``(y, h)`` by the kernel; ``h`` is ``x`` when there is no residual. ``y`` may be given.
+
+    With a residual ``x`` may stand for the sum of parts.
+    """
+    shape, rows, parts = x.shape, as_rows(x), parts_of(x)
+    assert parts is None or residual is not None
     other, h_dtype = rows, x.dtype
     if residual is not None:
         other, h_dtype = as_rows(residual), torch.promote_types(x.dtype, residual.dtype)
@@ -161,8 +174,10 @@ def rms_norm_forward(
             rows.shape[0],
             rows.stride(0),
             other.stride(0),
+            parts.stride(0) if parts is not None else 0,
             eps,
             C=shape[-1],
+            PARTS=len(parts) if parts is not None else 1,
             RESIDUAL=residual is not None,
             **tile,
             **early_launch(x),
@@ -181,9 +196,10 @@ def rms_norm_backward(
 ) -> tuple[Tensor, Tensor | None]:
     """``dx`` in the dtype of ``h``, and fp32 [P, C] whose rows add up to ``dw``, by the kernel.
 
-    ``y``, contiguous, receives the forward pass's result again.
+    ``dy`` may stand for the sum of parts. ``y``, contiguous, receives the forward pass's result
+    again.
     """
-    rows, dys = as_rows(h), as_rows(dy)
+    rows, dys, terms = as_rows(h), as_rows(dy), parts_of(dy)
     dhs = as_rows(dh) if dh is not None else dys
     columns = h.shape[-1]
     # Two programs a multiprocessor hide each other's loads. Where there are rows for them, twice
@@ -208,8 +224,10 @@ def rms_norm_backward(
             dys.stride(0),
             dhs.stride(0),
             rows.stride(0),
+            terms.stride(0) if terms is not None else 0,
             eps,
             C=columns,
+            PARTS=len(terms) if terms is not None else 1,
             DH=dh is not None,
             DW=need_weight,
             Y=y is not None,

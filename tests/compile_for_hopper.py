@@ -240,12 +240,17 @@ def model_kernels() -> dict[str, dict[str, int]]:
     found = {}
     for width in (128, 1024, 4096):
         tile, larger = rms_norm._tile(width), rms_norm._tile(width, 4096)
-        found[f"model rms_norm {width}"] = model_kernel(
-            rms_norm._rms_norm_fwd_kernel, tile, C=width, RESIDUAL=True
-        )
-        found[f"model rms_norm backward {width}"] = model_kernel(
-            rms_norm._rms_norm_bwd_kernel, larger, C=width, DH=True, DW=True, Y=True
-        )
+        for parts in (1, 4):
+            name = f"{width}{' parts' * (parts > 1)}"
+            found[f"model rms_norm {name}"] = model_kernel(
+                rms_norm._rms_norm_fwd_kernel, tile, C=width, RESIDUAL=True, PARTS=parts
+            )
+            sizes = dict(C=width, DH=True, DW=True, Y=True, PARTS=parts)
+            # Parts come with few tokens.
+            of_rows = larger if parts == 1 else tile
+            found[f"model rms_norm backward {name}"] = model_kernel(
+                rms_norm._rms_norm_bwd_kernel, of_rows, **sizes
+            )
     for heads in (16, 32):
         sizes = dict(H=heads, K=8, D=128)
         found[f"model qk_norm_rope {heads}"] = model_kernel(
