@@ -20,6 +20,7 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import get_gradient_edge
 
 from forge.deferred import AppliedGradient, DeferredGradient, refuse_second_backward
+from forge.kernels.linear_auto import linear_backward, linear_forward
 from forge.tied import SplitUpdate
 
 # Inputs x [..., K] and output gradients dy [..., N] whose products dy^T x add up to a gradient, and
@@ -192,13 +193,16 @@ class LinearFunction(torch.autograd.Function):
     """``y = x W^T + b`` whose backward gives ``x`` and ``dy`` to the weight's slot, not ``dW``."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, slot: Slot) -> Tensor:
+    def forward(
+        ctx, x: Tensor, weight: Tensor, bias: Tensor | None, slot: Slot, unsummed: bool
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.slot = slot
-        if bias is not None:
-            ctx.bias_dtype = bias.dtype
-            bias = bias.to(x.dtype)
-        y = F.linear(x, weight if weight.dtype == x.dtype else weight.to(x.dtype), bias)
+        same = weight if weight.dtype == x.dtype else weight.to(x.dtype)
+        if bias is None:
+            return linear_forward(x, same, unsummed=unsummed)
+        ctx.bias_dtype = bias.dtype
+        y = F.linear(x, same, bias.to(x.dtype))
         # With a bias it is a view of a matrix, which nobody may change in place if it comes from a
         # custom function: `nn.ReLU(inplace=True)`, `y += residual`.
         return y.data if y._is_view() else y
@@ -214,17 +218,18 @@ class LinearFunction(torch.autograd.Function):
             if slot.updated:
                 refuse_second_backward(slot.name)
             raise
-        need_x, need_weight, need_bias, _ = ctx.needs_input_grad
+        need_x, need_weight, need_bias, *_ = ctx.needs_input_grad
         dx = dw = db = None
         if need_x:
-            # Not `dy @ weight`: the operator costs twice the call.
-            dx = torch.matmul(dy, weight if weight.dtype == dy.dtype else weight.to(dy.dtype))
+            # Between the weight's last update and this pass lies the forward pass.
+            same = weight if weight.dtype == dy.dtype else weight.to(dy.dtype)
+            dx = linear_backward(dy, same, prefetch=same is weight)
         if need_weight and not slot.collect(x, dy):
             dw = dy.reshape(-1, dy.shape[-1]).t() @ x.reshape(-1, x.shape[-1])
             dw = dw.to(weight.dtype)
         if need_bias:
             db = dy.reshape(-1, dy.shape[-1]).sum(0).to(ctx.bias_dtype)
-        return dx, dw, db, None
+        return dx, dw, db, None, None
 
 
 # `Function.apply` without its checks for function transforms, which `forward` below makes: it runs
@@ -273,7 +278,8 @@ class ForgeLinear(FusedLayer, nn.Linear):
 
     plain = nn.Linear
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor, unsummed: bool = False) -> Tensor:
+        """``x W^T + b``; ``unsummed`` as in :func:`forge.kernels.linear_auto.linear_forward`."""
         if torch.compiler.is_dynamo_compiling():
             # What the compiler traces has no side effects: no slots here.
             training = torch.is_grad_enabled() and self.weight.requires_grad
@@ -292,7 +298,7 @@ class ForgeLinear(FusedLayer, nn.Linear):
             input = input.to(torch.get_autocast_dtype(input.device.type))
         elif input.dtype != weight.dtype:
             return F.linear(input, weight, bias)  # raises torch's own dtype error
-        return _linear(input, weight, bias, slot)
+        return _linear(input, weight, bias, slot, unsummed)
 
 
 def _autocasts(input: Tensor) -> bool:

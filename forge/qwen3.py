@@ -8,7 +8,7 @@ under ``torch.compile``, which fuses the plain operations itself. This file impo
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache, wraps
+from functools import lru_cache, partial, wraps
 from inspect import signature
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.compiler import is_compiling
+from torch.nn.modules.module import _has_any_global_hook
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -31,6 +32,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
     eager_attention_forward,
 )
 
+from forge.kernels import linear_auto
 from forge.kernels.attention import DTYPES, HEAD_SIZES, attention
 from forge.kernels.linear_cross_entropy import linear_cross_entropy
 from forge.kernels.qk_norm_rope import qk_norm_rope, qkv_norm_rope
@@ -137,6 +139,7 @@ class ForgeQwen3Attention(Qwen3Attention):
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         # `cache` was `past_key_values` before transformers 5.24.
+        between = kwargs.pop("between_norms", False)
         cached = kwargs.get("cache") is not None or kwargs.get("past_key_values") is not None
         norms = is_plain(self.q_norm, ForgeQwen3RMSNorm) and is_plain(
             self.k_norm, ForgeQwen3RMSNorm
@@ -147,11 +150,13 @@ class ForgeQwen3Attention(Qwen3Attention):
             )
         kwargs.pop("cache", None)
         kwargs.pop("past_key_values", None)
+        output = partial(self.o_proj, unsummed=True) if between else self.o_proj
         weights = (self.q_norm.weight, self.k_norm.weight)
         collect = (collector(weights[0]), collector(weights[1]))
         eps = self.q_norm.variance_epsilon
         cos, sin = position_embeddings
-        qkv = packed_linear(hidden_states, (self.q_proj, self.k_proj, self.v_proj))
+        layers = (self.q_proj, self.k_proj, self.v_proj)
+        qkv = packed_linear(hidden_states, layers, alone=between)
         scores = None
         if qkv is not None:
             heads = self.q_proj.out_features // self.head_dim
@@ -161,7 +166,7 @@ class ForgeQwen3Attention(Qwen3Attention):
                 out = qkv_attention(
                     qkv, *weights, cos, sin, heads, eps, self.scaling, collect=collect
                 ).transpose(1, 2)
-                return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1)), None
+                return output(out.reshape(*hidden_states.shape[:-1], -1)), None
             q, k, v = qkv_norm_rope(qkv, *weights, cos, sin, heads, eps, collect=collect)
         else:
             q, k = self.q_proj(hidden_states), self.k_proj(hidden_states)
@@ -171,7 +176,7 @@ class ForgeQwen3Attention(Qwen3Attention):
             out = attention(q, k, v, self.scaling).transpose(1, 2)
         else:
             out, scores = self._attend(q, k, v, attention_mask, kwargs)
-        return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1)), scores
+        return output(out.reshape(*hidden_states.shape[:-1], -1)), scores
 
     def _is_ours(self, q: Tensor, v: Tensor, mask: Tensor | None, kwargs: dict[str, Any]) -> bool:
         """Whether this package's kernels attend, for q and v [B, any heads, T, D].
@@ -255,13 +260,14 @@ def _is_short(q: Tensor) -> bool:
 class ForgeQwen3MLP(Qwen3MLP):
     """One product for gate and up, one kernel between them and down."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, between_norms: bool = False) -> Tensor:
         if is_compiling():
             return super().forward(x)
-        gate_up = packed_linear(x, (self.gate_proj, self.up_proj))
+        gated = is_plain(self.down_proj, ForgeLinear)
+        gate_up = packed_linear(x, (self.gate_proj, self.up_proj), gated, between_norms)
         if gate_up is None:
             return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
-        return swiglu_linear(gate_up, self.down_proj)
+        return swiglu_linear(gate_up, self.down_proj, between_norms)
 
 
 class ForgeQwen3DecoderLayer(Qwen3DecoderLayer):
@@ -272,17 +278,38 @@ class ForgeQwen3DecoderLayer(Qwen3DecoderLayer):
     ) -> Tensor:
         if is_compiling():
             return super().forward(hidden_states, attention_mask=attention_mask, **kwargs)
+        # A checkpoint hands on the sum alone: what it carries would be computed twice for nothing.
+        checkpointed = self.gradient_checkpointing and self.training
+        (following,) = (None,) if checkpointed else self.__dict__.get("_following", (None,))
+        after = self.post_attention_layernorm
+        between = {"between_norms": True}
         x, _ = self.self_attn(
             hidden_states=self.input_layernorm(hidden_states),
             attention_mask=attention_mask,
             **kwargs,
+            **(between if _is_between(self.input_layernorm, self.self_attn, after) else {}),
         )
-        h = _add(self.post_attention_layernorm, x, hidden_states)
-        x = self.mlp(self.post_attention_layernorm(h))
-        # A checkpoint hands on the sum alone: what it carries would be computed twice for nothing.
-        checkpointed = self.gradient_checkpointing and self.training
-        (following,) = (None,) if checkpointed else self.__dict__.get("_following", (None,))
+        h = _add(after, x, hidden_states)
+        x = self.mlp(after(h), **(between if _is_between(after, self.mlp, following) else {}))
         return _add(following, x, h)
+
+
+def _is_between(before: nn.Module, block: nn.Module, after: nn.Module | None) -> bool:
+    """Whether nothing but ``block`` reads what ``before`` makes, and nothing but ``after`` its.
+
+    Then parts of a sum may go from one to the next (:func:`forge.kernels.linear_auto.parts_of`).
+    """
+    last: Any = block.o_proj if isinstance(block, ForgeQwen3Attention) else block.down_proj
+    return (
+        linear_auto.HOPPER
+        and is_plain(before, ForgeQwen3RMSNorm)
+        and is_plain(block, ForgeQwen3Attention, ForgeQwen3MLP)
+        and is_plain(last, ForgeLinear)
+        and after is not None
+        and is_plain(after, ForgeQwen3RMSNorm)
+        and before.weight.device == last.weight.device == after.weight.device
+        and not _has_any_global_hook()
+    )
 
 
 REPLACED: dict[type[nn.Module], type[nn.Module]] = {
