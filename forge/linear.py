@@ -200,7 +200,9 @@ class LinearFunction(torch.autograd.Function):
         ctx.slot = slot
         same = weight if weight.dtype == x.dtype else weight.to(x.dtype)
         if bias is None:
-            return linear_forward(x, same, unsummed=unsummed)
+            # Between two norms: the first one's kernel lies between this one and any update.
+            prefetch = unsummed and same is weight
+            return linear_forward(x, same, prefetch=prefetch, unsummed=unsummed)
         ctx.bias_dtype = bias.dtype
         y = F.linear(x, same, bias.to(x.dtype))
         # With a bias it is a view of a matrix, which nobody may change in place if it comes from a

@@ -29,7 +29,8 @@ class SwiGLULinearFunction(torch.autograd.Function):
         ctx.slot = slot
         if act is None:
             act = swiglu_forward(*gate_up.chunk(2, dim=-1))
-        return linear_forward(act, weight, unsummed=unsummed)
+        # Between two norms: the first one's kernel lies between this one and any update.
+        return linear_forward(act, weight, prefetch=unsummed, unsummed=unsummed)
 
     @staticmethod
     def backward(ctx, dy: Tensor):
