@@ -33,6 +33,7 @@ class Tile(NamedTuple):
     slots: int  # 227 KB of shared memory hold 6 of 64 x (128 + 128) numbers
     parts: int = 1  # of the sum
     terms: int = 64  # of the sum in a slot: 64 or 128
+    pair: bool = False  # two programs share W (kernels/linear_hopper_pair.py); 64 terms then
 
 
 # By weight [N, K]: those of Qwen3-0.6B. Behind each: programs for 512 tokens; 132 run at once.

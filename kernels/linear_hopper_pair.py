@@ -228,11 +228,14 @@ def is_placed(ptx: str, tile: Tile) -> bool:
 
 
 def launch_pairs(a: Tensor, weight: Tensor, dx: bool, tile: Tile, prefetch: bool) -> Tensor:
-    """As :func:`forge.kernels.linear_hopper.launch`; the tile, of 64 terms, is a program's.
+    """As :func:`forge.kernels.linear_hopper.launch`; the tile is a program's.
 
     Raises:
         RuntimeError: the compiler placed something else where this file's PTX expects its arrays.
+        ValueError: the tile has other than 128 or 256 columns or 64 terms.
     """
+    if tile.terms != 64 or tile.columns not in (128, 256):
+        raise ValueError(f"{tile}: a pair needs 128 or 256 columns and 64 terms, or pair=False")
     rows, columns = a.shape[0], weight.shape[1 if dx else 0]
     steps = triton.cdiv(a.shape[1], tile.terms)
     height = rows if tile.parts == 1 else triton.cdiv(rows, 2 * TOKENS) * 2 * TOKENS
@@ -244,7 +247,6 @@ def launch_pairs(a: Tensor, weight: Tensor, dx: bool, tile: Tile, prefetch: bool
                 (a, weight, y.view(-1, columns)), blocks(tile, dx), layouts(), strict=True
             )
         ]
-        assert tile.terms == 64 and tile.columns in (128, 256)
         grid = (triton.cdiv(rows, 2 * TOKENS), triton.cdiv(columns, tile.columns), tile.parts)
         arguments = (*described, steps, triton.cdiv(steps, tile.parts), height)
         options = dict(SLOTS=tile.slots, DX=dx, PREFETCH=prefetch)
@@ -256,7 +258,9 @@ def launch_pairs(a: Tensor, weight: Tensor, dx: bool, tile: Tile, prefetch: bool
                     *arguments, grid=grid, **options, num_warps=8, num_ctas=2, launch_pdl=True
                 )
                 if not is_placed(compiled.asm["ptx"], tile):
-                    raise RuntimeError("this version of Triton places shared memory otherwise")
+                    raise RuntimeError(
+                        f"{tile}: Triton {triton.__version__} places arrays otherwise: pair=False"
+                    )
                 _checked.add(key)
             kernel[grid](*arguments, **options, num_warps=8, num_ctas=2, launch_pdl=True)
     return y[:, :rows]

@@ -32,6 +32,7 @@ from forge.kernels import (
     linear_auto,
     linear_cross_entropy,
     linear_hopper,
+    linear_hopper_pair,
     qk_norm_rope,
     qk_norm_rope_backward,
     rms_norm,
@@ -397,19 +398,29 @@ def hopper_kernel(rule: Any, stochastic: bool, states: str = "bf16") -> dict[str
     return usage(source, dict(num_warps=8, launch_pdl=True))
 
 
-def product_kernel(kernel: Any, blocks: list[list[int]], **constants: Any) -> dict[str, int]:
-    """A product for Hopper; ``blocks`` of its tensors, its first arguments."""
+def product_kernel(
+    kernel: Any, blocks: list[list[int]], layouts: list[Any] | None = None, **constants: Any
+) -> dict[str, int]:
+    """A product for Hopper; ``blocks`` of its tensors, its first arguments; by pairs if given
+    ``layouts``."""
     names = kernel.arg_names
     types: dict[str, Any] = dict.fromkeys(constants, "constexpr")
-    for n, block in zip(names, blocks, strict=False):
-        types[n] = f"tensordesc<bf16{block},{linear_hopper.layout_of(block)!r}>"
+    options = dict(num_warps=8, launch_pdl=True, num_ctas=2 if layouts else 1)
+    layouts = layouts or [linear_hopper.layout_of(block) for block in blocks]
+    for n, block, layout in zip(names, blocks, layouts, strict=False):
+        types[n] = f"tensordesc<bf16{block},{layout!r}>"
     source = GluonASTSource(
         fn=kernel,
         signature={n: types.get(n, "i32") for n in names},
         constexprs={(names.index(n),): value for n, value in constants.items()},
         attrs={},
     )
-    return usage(source, dict(num_warps=8, launch_pdl=True))
+    found = usage(source, options)
+    if options["num_ctas"] == 2:
+        ptx = triton.compile(source, target=GPU, options=options).asm["ptx"]
+        tile = linear_auto.Tile(blocks[2][1], constants["SLOTS"])
+        found["placed"] = linear_hopper_pair.is_placed(ptx, tile)
+    return found
 
 
 def product_kernels() -> dict[str, dict[str, int]]:
@@ -425,6 +436,16 @@ def product_kernels() -> dict[str, dict[str, int]]:
                     linear_hopper._linear_hopper_kernel,
                     linear_hopper.blocks(tile, dx),
                     SLOTS=tile.slots,
+                    DX=dx,
+                    PREFETCH=prefetch,
+                )
+            for columns, slots in ((128, 6), (256, 4)) if linear_hopper.PAIRS else ():
+                name = f"linear_hopper {'dx' if dx else 'y'} {columns} {slots} pair{last}"
+                found[name] = product_kernel(
+                    linear_hopper_pair._linear_pair_kernel,
+                    linear_hopper_pair.blocks(linear_auto.Tile(columns, slots), dx),
+                    linear_hopper_pair.layouts(),
+                    SLOTS=slots,
                     DX=dx,
                     PREFETCH=prefetch,
                 )

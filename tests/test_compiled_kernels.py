@@ -80,7 +80,8 @@ def test_products_prefetch_a_ring_of_weights_and_no_more(kernels):
     prefetching = [name for name in kernels if name.endswith("prefetch")]
     assert len(prefetching) >= 6
     for name in prefetching:
-        boxes = 2 if "gate_up" in name else 1  # rows of the gate and of up
+        # Rows of the gate and of up; boxes of 64 columns, where one program of a pair loads half.
+        boxes = 2 if "gate_up" in name or "dx 256 4 pair" in name else 1
         assert kernels[name]["loads_before_wait"] == boxes * int(name.split()[3]), name
 
 
@@ -124,6 +125,7 @@ def test_registers_and_shared_memory(kernels):
             most = {64: 64, 128: 160 if "down" in name else 96, 256: 176}[columns]
             assert kernel["registers"] <= most, name
             assert kernel["shared"] <= 197_000, name
+            assert kernel.get("placed", True), name
             assert kernel["products"] in (4, 8), name  # one loop over slots, products of 16 terms
         elif name.startswith("attention"):
             # Two programs of 128 threads on an SM, which takes 1 KB more for each.

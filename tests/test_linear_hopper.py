@@ -41,7 +41,9 @@ def operands(form, shape, tokens, pad=0):
     """Random operands; a row of x is followed by ``pad`` numbers that are not its own."""
     width = shape[1] if form == "y" else shape[0]
     a = torch.randn(tokens, width + pad, device="cuda", dtype=torch.bfloat16)
-    return a[:, :width], torch.randn(shape, device="cuda", dtype=torch.bfloat16) * width**-0.5
+    w = torch.randn(shape, device="cuda", dtype=torch.bfloat16) * width**-0.5
+    torch.cuda.synchronize()  # w may be prefetched
+    return a[:, :width], w
 
 
 def test_what_the_tables_hold_fits():
@@ -61,9 +63,9 @@ def test_what_the_tables_hold_fits():
 @pytest.mark.parametrize("tokens", [1, 33, 127, 512, 700])
 @pytest.mark.parametrize("prefetch", [False, True])
 def test_products(form, shape, tokens, prefetch, hopper):
+    """Those of the tables."""
     tile = (FORWARD if form == "y" else BACKWARD)[shape]
     a, w = operands(form, shape, tokens, pad=8 * (tokens % 3))
-    torch.cuda.synchronize()  # nothing in front writes the weight
     got = product(hopper, form, a, w, prefetch=prefetch)
     close(got, wanted(form, a, w), tile.parts)
     parts = product(hopper, form, a, w, parts=True, prefetch=prefetch)
@@ -75,15 +77,32 @@ def test_products(form, shape, tokens, prefetch, hopper):
 @pytest.mark.parametrize("shape", [(8, 8), (1000, 520), (72, 136), (264, 1032)])
 @pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize("columns", [64, 128, 256])
-def test_ragged_widths(form, shape, parts, columns, hopper):
+@pytest.mark.parametrize("pair", [False, True])
+def test_ragged_widths(form, shape, parts, columns, pair, hopper):
     """Terms and columns that fill neither slots nor tiles; parts of fewer terms, and of none."""
-    tile = Tile(columns, 4, parts)
+    if pair and (columns == 64 or not hopper.PAIRS):
+        pytest.skip("no pairs")
+    tile = Tile(columns, 4, parts, pair=pair)
     a, w = operands(form, shape, 200, pad=8)
     got = hopper.launch(a, w, form == "dx", tile, True)
     assert got.shape[0] == parts and got.isfinite().all()
     close(got.float().sum(0).bfloat16(), wanted(form, a, w), parts)
     # A part stores zeros where it has no term.
     assert parts == 1 or (a.shape[1] > 128) == bool(got[2].count_nonzero())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("form", "shape"), FORMS)
+@pytest.mark.parametrize("tokens", [1, 129, 512, 700])
+@pytest.mark.parametrize("columns", [128, 256])
+def test_pairs(form, shape, tokens, columns, hopper):
+    if not hopper.PAIRS:
+        pytest.skip("written for another version of Triton")
+    tile = Tile(columns, 6 if columns == 128 else 4, pair=True)
+    a, w = operands(form, shape, tokens)
+    for prefetch in (False, True):
+        (got,) = hopper.launch(a, w, form == "dx", tile, prefetch)
+        close(got, wanted(form, a, w), 1)
 
 
 @pytest.mark.gpu
@@ -146,7 +165,6 @@ SHAPES = [(1, 256, 64), (130, 384, 1000), (512, 3072, 1024)]  # tokens, F, K
 @pytest.mark.parametrize("prefetch", [False, True])
 def test_gate_up(tokens, width, terms, prefetch, gated):
     x, w = operands("y", (2 * width, terms), tokens, pad=8)
-    torch.cuda.synchronize()
     gate_up, act = gated.gate_up_hopper(x, w, prefetch=prefetch)
     close(gate_up, wanted("y", x, w), 1)
     close(act, swiglu_reference(*gate_up.double().chunk(2, 1)), 1)
@@ -163,7 +181,6 @@ def test_down_dx(tokens, width, terms, in_place, gated):
     want = swiglu_reference(*truth.chunk(2, 1))
     want.backward(wanted("dx", dy, w))
     grad = gate_up if in_place else torch.full_like(gate_up, float("nan"))
-    torch.cuda.synchronize()
     act = gated.down_dx_hopper(dy, w, gate_up, grad, prefetch=in_place)
     close(act, want.detach(), 1)
     close(grad, truth.grad, 1)
