@@ -30,6 +30,7 @@ from forge.kernels.hopper_ring import (
 )
 from forge.kernels.linear_auto import TOKENS
 from forge.kernels.linear_hopper import (
+    PAIRS,
     aligned_rows,
     check_operands,
     layout_of,
@@ -40,6 +41,7 @@ from forge.kernels.linear_hopper import (
     ring,
 )
 
+TOKENS_OF_A_PROGRAM = gl.constexpr(TOKENS)
 CHUNK = gl.constexpr(64)  # columns whose activation is computed at a time
 COLUMNS = 128  # of the activation in a tile
 SLOTS = 4
@@ -58,6 +60,66 @@ def _sigmoid(x):
     return gl.inline_asm_elementwise(
         "rcp.approx.ftz.f32 $0, $1;", "=f,f", [1.0 + power], dtype=gl.float32, is_pure=True, pack=1
     )
+
+
+@gluon.jit
+def store_gate_up(acc, gate_up, act, row, column, F, X, W, chunk: gl.constexpr):
+    """Gate and up, side by side in ``acc`` [128, 256], and the activation; by way of the ring."""
+    BM: gl.constexpr = X.shape[1]
+    layout: gl.constexpr = act.layout
+    gates, ups = halves(acc)
+    gates = halves(gates)
+    ups = halves(ups)
+    for c in gl.static_range(2):
+        gate = gl.convert_layout(gates[c], chunk, assert_trivial=True).to(gl.bfloat16)
+        up = gl.convert_layout(ups[c], chunk, assert_trivial=True).to(gl.bfloat16)
+        X.index(2 * c).store(gate)
+        X.index(2 * c + 1).store(up)
+        wide = widen(gate)
+        product = view(W.index(c), gl.bfloat16, [BM, CHUNK], layout)
+        product.store((wide * _sigmoid(wide) * widen(up)).to(gl.bfloat16))
+    fence_async_shared()
+    thread_barrier()
+    for c in gl.static_range(2):
+        at = column + c * CHUNK
+        tma_store(gate_up, [row, at], X.index(2 * c))
+        tma_store(gate_up, [row, F + at], X.index(2 * c + 1))
+        tma_store(act, [row, at], view(W.index(c), gl.bfloat16, [BM, CHUNK], layout))
+    tma.store_wait(pendings=0)
+
+
+@gluon.jit
+def load_gate_up(gate_up, row, column, F, G, ready):
+    """Request gate and up of a tile: chunks of the gate, then of up."""
+    bytes: gl.constexpr = 4 * TOKENS_OF_A_PROGRAM * CHUNK * 2
+    mbarrier.expect(ready.index(0), bytes)
+    for c in gl.static_range(2):
+        at = column + c * CHUNK
+        tma_load(gate_up, [row, at], ready.index(0), G.index(c))
+        tma_load(gate_up, [row, F + at], ready.index(0), G.index(2 + c))
+
+
+@gluon.jit
+def store_down_dx(acc, grad, act, row, column, F, X, G, chunk: gl.constexpr):
+    """From ``acc`` [128, 128], the gradient of the activation, and gate and up in ``G``."""
+    dacts = halves(acc)
+    for c in gl.static_range(2):
+        dact = gl.convert_layout(dacts[c], chunk, assert_trivial=True)
+        gate = widen(G.index(c).load(chunk))
+        up = widen(G.index(2 + c).load(chunk))
+        s = _sigmoid(gate)
+        silu = gate * s
+        G.index(c).store((dact * up * s * (1.0 + gate * (1.0 - s))).to(gl.bfloat16))
+        G.index(2 + c).store((dact * silu).to(gl.bfloat16))
+        X.index(c).store((silu * up).to(gl.bfloat16))
+    fence_async_shared()
+    thread_barrier()
+    for c in gl.static_range(2):
+        at = column + c * CHUNK
+        tma_store(grad, [row, at], G.index(c))
+        tma_store(grad, [row, F + at], G.index(2 + c))
+        tma_store(act, [row, at], X.index(c))
+    tma.store_wait(pendings=0)
 
 
 @gluon.jit(do_not_specialize=["steps"])
@@ -82,27 +144,7 @@ def _gate_up_kernel(
     chunk: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, CHUNK, 16]
     )
-    layout: gl.constexpr = act.layout
-    BM: gl.constexpr = x.block_shape[0]
-    out = view(W, gl.bfloat16, [2 * SLOTS, BM, CHUNK], layout)
-    gates, ups = halves(acc)
-    gates = halves(gates)
-    ups = halves(ups)
-    for c in gl.static_range(2):
-        gate = gl.convert_layout(gates[c], chunk, assert_trivial=True).to(gl.bfloat16)
-        up = gl.convert_layout(ups[c], chunk, assert_trivial=True).to(gl.bfloat16)
-        out.index(3 * c).store(gate)
-        out.index(3 * c + 1).store(up)
-        wide = widen(gate)
-        out.index(3 * c + 2).store((wide * _sigmoid(wide) * widen(up)).to(gl.bfloat16))
-    fence_async_shared()
-    thread_barrier()
-    for c in gl.static_range(2):
-        at = column + c * CHUNK
-        tma_store(gate_up, [row, at], out.index(3 * c))
-        tma_store(gate_up, [row, F + at], out.index(3 * c + 1))
-        tma_store(act, [row, at], out.index(3 * c + 2))
-    tma.store_wait(pendings=0)
+    store_gate_up(acc, gate_up, act, row, column, F, X, W, chunk)
 
 
 @gluon.jit(do_not_specialize=["steps"])
@@ -126,44 +168,26 @@ def _down_dx_kernel(
         wait_for_launches_in_front()
         let_next_start()
     load_first_rows(dy, row, 0, steps, X, full)
-    mbarrier.expect(ready.index(0), 4 * dy.block_shape[0] * CHUNK * 2)
-    for c in gl.static_range(2):
-        at = column + c * CHUNK
-        tma_load(gate_up, [row, at], ready.index(0), G.index(c))
-        tma_load(gate_up, [row, F + at], ready.index(0), G.index(2 + c))
+    load_gate_up(gate_up, row, column, F, G, ready)
     acc = multiply_ring(dy, w, row, column, 0, 0, steps, X, W, full, True)
 
     chunk: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, CHUNK, 16]
     )
     mbarrier.wait(ready.index(0), 0)
-    dacts = halves(acc)
-    for c in gl.static_range(2):
-        dact = gl.convert_layout(dacts[c], chunk, assert_trivial=True)
-        gate = widen(G.index(c).load(chunk))
-        up = widen(G.index(2 + c).load(chunk))
-        s = _sigmoid(gate)
-        silu = gate * s
-        G.index(c).store((dact * up * s * (1.0 + gate * (1.0 - s))).to(gl.bfloat16))
-        G.index(2 + c).store((dact * silu).to(gl.bfloat16))
-        X.index(c).store((silu * up).to(gl.bfloat16))
-    fence_async_shared()
-    thread_barrier()
-    for c in gl.static_range(2):
-        at = column + c * CHUNK
-        tma_store(grad, [row, at], G.index(c))
-        tma_store(grad, [row, F + at], G.index(2 + c))
-        tma_store(act, [row, at], X.index(c))
-    tma.store_wait(pendings=0)
+    store_down_dx(acc, grad, act, row, column, F, X, G, chunk)
 
 
-def gate_up_hopper(x: Tensor, weight: Tensor, *, prefetch: bool = False) -> tuple[Tensor, Tensor]:
+def gate_up_hopper(
+    x: Tensor, weight: Tensor, *, prefetch: bool = False, pair: bool = False
+) -> tuple[Tensor, Tensor]:
     """``[gate, up] = x W^T`` and ``silu(gate) * up``.
 
     Args:
         x: [..., K], bf16.
         weight: [2F, K], bf16, the rows of the gate first; F a multiple of 128, K of 8.
         prefetch: as in :func:`forge.kernels.linear_hopper.linear_hopper`.
+        pair: two programs share W, where this version of Triton can.
 
     Returns:
         [..., 2F] and [..., F], bf16.
@@ -180,12 +204,18 @@ def gate_up_hopper(x: Tensor, weight: Tensor, *, prefetch: bool = False) -> tupl
     act = rows.new_empty(rows.shape[0], width)
     if rows.shape[0]:
         tensors = (rows, weight, gate_up, act)
-        _launch(_gate_up_kernel, tensors, FORWARD_BLOCKS, weight.shape[1], width, prefetch)
+        _launch(False, tensors, weight.shape[1], width, prefetch, pair)
     return gate_up.view(*x.shape[:-1], 2 * width), act.view(*x.shape[:-1], width)
 
 
 def down_dx_hopper(
-    dy: Tensor, weight: Tensor, gate_up: Tensor, grad: Tensor, *, prefetch: bool = False
+    dy: Tensor,
+    weight: Tensor,
+    gate_up: Tensor,
+    grad: Tensor,
+    *,
+    prefetch: bool = False,
+    pair: bool = False,
 ) -> Tensor:
     """The gradient of ``[gate, up]`` from ``dy``, that of ``act W^T``; and ``act`` again.
 
@@ -195,6 +225,7 @@ def down_dx_hopper(
         gate_up: [..., 2F], bf16, contiguous, the gates first.
         grad: written to, as ``gate_up``, which it may be.
         prefetch: of the weight, as in :func:`forge.kernels.linear_hopper.linear_hopper`.
+        pair: two programs share W, where this version of Triton can.
 
     Returns:
         ``silu(gate) * up`` [..., F], bf16.
@@ -216,25 +247,27 @@ def down_dx_hopper(
     act = rows.new_empty(rows.shape[0], width)
     if rows.shape[0]:
         tensors = (rows, weight, gate_up.view(-1, 2 * width), grad.view(-1, 2 * width), act)
-        _launch(_down_dx_kernel, tensors, BACKWARD_BLOCKS, weight.shape[0], width, prefetch)
+        _launch(True, tensors, weight.shape[0], width, prefetch, pair)
     return act.view(*dy.shape[:-1], width)
 
 
 def _launch(
-    kernel: object,
-    tensors: tuple[Tensor, ...],
-    blocks: list[list[int]],
-    terms: int,
-    width: int,
-    prefetch: bool,
+    dx: bool, tensors: tuple[Tensor, ...], terms: int, width: int, prefetch: bool, pair: bool
 ) -> None:
-    described = [
-        TensorDescriptor.from_tensor(t, block, layout_of(block))
-        for t, block in zip(tensors, blocks, strict=True)
-    ]
-    grid = (triton.cdiv(tensors[0].shape[0], TOKENS), width // COLUMNS)
     with torch.cuda.device(tensors[0].device):
-        kernel[grid](  # type: ignore[index]
+        if pair and PAIRS:
+            from forge.kernels.gated_hopper_pair import launch_pairs
+
+            launch_pairs(dx, tensors, terms, width, prefetch)
+            return
+        blocks = BACKWARD_BLOCKS if dx else FORWARD_BLOCKS
+        described = [
+            TensorDescriptor.from_tensor(t, block, layout_of(block))
+            for t, block in zip(tensors, blocks, strict=True)
+        ]
+        grid = (triton.cdiv(tensors[0].shape[0], TOKENS), width // COLUMNS)
+        kernel = _down_dx_kernel if dx else _gate_up_kernel
+        kernel[grid](
             *described,
             triton.cdiv(terms, 64),
             width,

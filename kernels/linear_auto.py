@@ -106,23 +106,25 @@ def linear_backward(
 
 def gated_forward(x: Tensor, weight: Tensor, *, prefetch: bool) -> tuple[Tensor, Tensor] | None:
     """``[gate, up] = x W^T`` and ``silu(gate) * up``; None: by two kernels."""
-    if tuple(weight.shape) not in GATED or tile_for(x, weight, FORWARD) is None:
+    tile = tile_for(x, weight, FORWARD)
+    if tile is None or tuple(weight.shape) not in GATED:
         return None
     from forge.kernels.gated_hopper import gate_up_hopper
 
-    gate_up, act = gate_up_hopper(x, weight, prefetch=prefetch)
+    gate_up, act = gate_up_hopper(x, weight, prefetch=prefetch, pair=tile.pair)
     return gate_up.data, act.data
 
 
 def gated_backward(dy: Tensor, weight: Tensor, gate_up: Tensor, grad: Tensor) -> Tensor | None:
     """``silu(gate) * up``, and to ``grad`` the gradient of ``gate_up``; None: by two kernels."""
-    if tuple(weight.shape) not in GATED or tile_for(dy, weight, BACKWARD) is None:
+    tile = tile_for(dy, weight, BACKWARD)
+    if tile is None or tuple(weight.shape) not in GATED:
         return None
     if not gate_up.is_contiguous() or not grad.is_contiguous():
         return None
     from forge.kernels.gated_hopper import down_dx_hopper
 
-    return down_dx_hopper(dy, weight, gate_up, grad, prefetch=True)
+    return down_dx_hopper(dy, weight, gate_up, grad, prefetch=True, pair=tile.pair)
 
 
 def _carry(parts: Tensor, like: Tensor) -> Tensor:

@@ -28,6 +28,7 @@ from forge.kernels import (
     attention_tiles,
     column_sum,
     gated_hopper,
+    gated_hopper_pair,
     hopper_ring,
     linear_auto,
     linear_cross_entropy,
@@ -399,7 +400,12 @@ def hopper_kernel(rule: Any, stochastic: bool, states: str = "bf16") -> dict[str
 
 
 def product_kernel(
-    kernel: Any, blocks: list[list[int]], layouts: list[Any] | None = None, **constants: Any
+    kernel: Any,
+    blocks: list[list[int]],
+    layouts: list[Any] | None = None,
+    columns: int = 0,
+    more: int = 0,
+    **constants: Any,
 ) -> dict[str, int]:
     """A product for Hopper; ``blocks`` of its tensors, its first arguments; by pairs if given
     ``layouts``."""
@@ -418,8 +424,9 @@ def product_kernel(
     found = usage(source, options)
     if options["num_ctas"] == 2:
         ptx = triton.compile(source, target=GPU, options=options).asm["ptx"]
-        tile = linear_auto.Tile(blocks[2][1], constants["SLOTS"])
-        found["placed"] = linear_hopper_pair.is_placed(ptx, tile)
+        found["placed"] = linear_hopper_pair.is_placed(
+            ptx, kernel.__name__, columns, constants["SLOTS"], more
+        )
     return found
 
 
@@ -445,17 +452,27 @@ def product_kernels() -> dict[str, dict[str, int]]:
                     linear_hopper_pair._linear_pair_kernel,
                     linear_hopper_pair.blocks(linear_auto.Tile(columns, slots), dx),
                     linear_hopper_pair.layouts(),
+                    columns,
                     SLOTS=slots,
                     DX=dx,
                     PREFETCH=prefetch,
                 )
-        for kernel, columns, blocks in (
-            (gated_hopper._gate_up_kernel, 256, gated_hopper.FORWARD_BLOCKS),
-            (gated_hopper._down_dx_kernel, 128, gated_hopper.BACKWARD_BLOCKS),
-        ):
-            name = f"linear_hopper {kernel.__name__} {columns} {gated_hopper.SLOTS}{last}"
-            constants = dict(SLOTS=gated_hopper.SLOTS, PREFETCH=prefetch)
-            found[name] = product_kernel(kernel, blocks, **constants)
+        constants = dict(SLOTS=gated_hopper.SLOTS, PREFETCH=prefetch)
+        pairs = gated_hopper_pair
+        for dx, name, columns in ((False, "gate_up", 256), (True, "down_dx", 128)):
+            kernel = gated_hopper._down_dx_kernel if dx else gated_hopper._gate_up_kernel
+            blocks = gated_hopper.BACKWARD_BLOCKS if dx else gated_hopper.FORWARD_BLOCKS
+            name = f"linear_hopper {name} {columns} {gated_hopper.SLOTS}"
+            found[name + last] = product_kernel(kernel, blocks, **constants)
+            if linear_hopper.PAIRS:
+                found[f"{name} pair{last}"] = product_kernel(
+                    pairs._down_dx_pair_kernel if dx else pairs._gate_up_pair_kernel,
+                    pairs.BACKWARD_BLOCKS if dx else pairs.FORWARD_BLOCKS,
+                    pairs.layouts(dx),
+                    columns,
+                    pairs.G_BYTES.value if dx else 0,
+                    **constants,
+                )
     return found
 
 

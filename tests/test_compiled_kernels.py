@@ -80,8 +80,9 @@ def test_products_prefetch_a_ring_of_weights_and_no_more(kernels):
     prefetching = [name for name in kernels if name.endswith("prefetch")]
     assert len(prefetching) >= 6
     for name in prefetching:
-        # Rows of the gate and of up; boxes of 64 columns, where one program of a pair loads half.
-        boxes = 2 if "gate_up" in name or "dx 256 4 pair" in name else 1
+        # Rows of the gate and of up, of which one program of a pair loads its own; boxes of 64
+        # columns, of which it loads half.
+        boxes = 2 if "gate_up 256 4 prefetch" in name or "dx 256 4 pair" in name else 1
         assert kernels[name]["loads_before_wait"] == boxes * int(name.split()[3]), name
 
 

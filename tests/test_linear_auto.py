@@ -43,13 +43,13 @@ def linear_hopper_dx(dy, weight, *, parts=False, prefetch=False):
     return linear("dx", dy, weight, parts, prefetch)
 
 
-def gate_up_hopper(x, weight, *, prefetch=False):
+def gate_up_hopper(x, weight, *, prefetch=False, pair=False):
     calls.append(("gate_up", tuple(weight.shape), prefetch))
     gate_up = x @ weight.t()
     return gate_up, swiglu_reference(*gate_up.chunk(2, -1))
 
 
-def down_dx_hopper(dy, weight, gate_up, grad, *, prefetch=False):
+def down_dx_hopper(dy, weight, gate_up, grad, *, prefetch=False, pair=False):
     calls.append(("down_dx", tuple(weight.shape), prefetch))
     with torch.enable_grad():
         leaf = gate_up.clone().requires_grad_()

@@ -163,9 +163,10 @@ SHAPES = [(1, 256, 64), (130, 384, 1000), (512, 3072, 1024)]  # tokens, F, K
 @pytest.mark.gpu
 @pytest.mark.parametrize(("tokens", "width", "terms"), SHAPES)
 @pytest.mark.parametrize("prefetch", [False, True])
-def test_gate_up(tokens, width, terms, prefetch, gated):
+@pytest.mark.parametrize("pair", [False, True])
+def test_gate_up(tokens, width, terms, prefetch, pair, gated):
     x, w = operands("y", (2 * width, terms), tokens, pad=8)
-    gate_up, act = gated.gate_up_hopper(x, w, prefetch=prefetch)
+    gate_up, act = gated.gate_up_hopper(x, w, prefetch=prefetch, pair=pair)
     close(gate_up, wanted("y", x, w), 1)
     close(act, swiglu_reference(*gate_up.double().chunk(2, 1)), 1)
 
@@ -173,7 +174,8 @@ def test_gate_up(tokens, width, terms, prefetch, gated):
 @pytest.mark.gpu
 @pytest.mark.parametrize(("tokens", "width", "terms"), SHAPES)
 @pytest.mark.parametrize("in_place", [False, True])
-def test_down_dx(tokens, width, terms, in_place, gated):
+@pytest.mark.parametrize("pair", [False, True])
+def test_down_dx(tokens, width, terms, in_place, pair, gated):
     dy, w = operands("dx", (terms, width), tokens, pad=8)
     gate_up = 3 * torch.randn(tokens, 2 * width, device="cuda", dtype=torch.bfloat16)
     gate_up[0, 0], gate_up[0, 1] = 200.0, -200.0  # exp overflows
@@ -181,7 +183,7 @@ def test_down_dx(tokens, width, terms, in_place, gated):
     want = swiglu_reference(*truth.chunk(2, 1))
     want.backward(wanted("dx", dy, w))
     grad = gate_up if in_place else torch.full_like(gate_up, float("nan"))
-    act = gated.down_dx_hopper(dy, w, gate_up, grad, prefetch=in_place)
+    act = gated.down_dx_hopper(dy, w, gate_up, grad, prefetch=in_place, pair=pair)
     close(act, want.detach(), 1)
     close(grad, truth.grad, 1)
 

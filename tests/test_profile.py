@@ -26,6 +26,7 @@ KERNELS = {
     "_linear_pair_kernel": "gemm",
     "_gate_up_kernel": "gemm",
     "_down_dx_kernel": "gemm",
+    "_gate_up_pair_kernel": "gemm",
     "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_3_64x128x128": "attention",
     "void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<128>": "attention",
     "fmha_cutlassF_bf16_aligned_64x128_rf_sm80": "attention",
