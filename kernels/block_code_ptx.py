@@ -55,7 +55,8 @@ mov.b32 x, $1; mov.b32 y, $2;
 cvt.rn.bf16x2.f32 $0, y, x; // $3
 }"""
 # $0-1 two codes of the signed and of the unsigned state; $2-3 and $4-5 the bits of their values,
-# $6-7 the inverse scales, $8 the even one's random bits. All is four bits to the left of
+# $6-7 the inverse scales, $8 the even one's random bits, $9 is 0x80, in a register because `prmt`
+# takes one constant and its selector is another. All is four bits to the left of
 # block_code.py's numbers, so that a code is the upper byte. c and d are the random bits between 8
 # and what block_code.py subtracts.
 _ENCODE = """{
@@ -82,12 +83,12 @@ prmt.b32 $1, a, b, 0x0073;
 }"""
 ENCODE_STOCHASTIC = (
     _ENCODE.replace("BITS", "mul.lo.u32 g, $8, 0x9E3779B1;")
-    .replace("UNSIGNED", "prmt.b32 c, $8, 0x80, 0x5104; prmt.b32 d, g, 0x80, 0x5104;")
-    .replace("SIGNED", "prmt.b32 c, $8, 0x80, 0x4324; prmt.b32 d, g, 0x80, 0x4324;")
+    .replace("UNSIGNED", "prmt.b32 c, $8, $9, 0x5104; prmt.b32 d, g, $9, 0x5104;")
+    .replace("SIGNED", "prmt.b32 c, $8, $9, 0x4324; prmt.b32 d, g, $9, 0x4324;")
 )
 ENCODE_NEAREST = (
-    _ENCODE.replace("BITS\n", "")
+    _ENCODE.replace("BITS\n", "// $9\n")
     .replace("UNSIGNED", "mov.b32 c, 0x00800080; mov.b32 d, c;")
     .replace("SIGNED", "mov.b32 c, 0x80800080; mov.b32 d, c;")
 )
-ENCODE_CONSTRAINTS = "=r,=r,r,r,r,r,f,f,r"
+ENCODE_CONSTRAINTS = "=r,=r,r,r,r,r,f,f,r,r"
