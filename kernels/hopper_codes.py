@@ -3,8 +3,8 @@
 A row of a tile lies in four lanes of a warp, so the largest value of a block of 128 columns, which
 its exponent depends on, is a reduction within a thread and over four lanes. A block's new states
 stay in registers until it is known; therefore rows are updated in units, of the 16 rows of each
-warp the first or the last eight, and 128 columns: 32 elements a thread. Two neighbouring columns are
-one number from the slot to the slot, because that is what a thread owns next to each other.
+warp the first or the last eight, and 128 columns: 32 elements a thread. Two neighbouring columns
+are one number from the slot to the slot, because that is what a thread owns next to each other.
 
 W is the number of warps, four or eight; a unit has 8 W rows.
 """
@@ -288,7 +288,7 @@ def _rows(unit: gl.constexpr, W: gl.constexpr, layout: gl.constexpr):
 def unit_numbers(
     W: gl.constexpr, unit: gl.constexpr, column: gl.constexpr, base, pitch, seed
 ):  # fmt: skip
-    """Seeded numbers of a unit's even elements [8 W, 64], which begins at ``column`` of the tile."""
+    """Seeded numbers of the even elements [8 W, 64] of a unit that begins at ``column``."""
     # base is a multiple of the tile's columns and the column is below it: xor is the sum. In this
     # order a thread needs one register a row and an immediate operand a column.
     layout: gl.constexpr = _pairs_layout(W)

@@ -6,9 +6,10 @@ The same as kernels/wgrad_update.py, with the same random bits. Shapes: dY [M, N
 both states [N, K], contiguous; dY, X and w bf16, the states bf16 or 8-bit codes; K a multiple of
 256, N of 8.
 
-How the kernels are built is in kernels/hopper_ring.py. Here are the update of bf16 states, one slot
-for each chunk of 128 x 64, and the function that launches this kernel or, for 8-bit states, the one
-of kernels/wgrad_update_hopper_int8.py.
+How the kernels are built is in kernels/hopper_ring.py, and with two programs an SM in
+kernels/hopper_pair.py. Here are the update of bf16 states, by chunks of 64 columns, and the
+function that launches this kernel or, for 8-bit states, that of
+kernels/wgrad_update_hopper_int8.py.
 """
 
 from __future__ import annotations
@@ -40,14 +41,14 @@ from forge.kernels.hopper_pair import (
 )
 from forge.kernels.hopper_ring import (
     BK,
-    BM,
     BLOCKS,
+    BM,
     BN,
     CHUNK,
+    DONES,
     GROUPS,
     LAYOUTS,
     PARTS,
-    DONES,
     SLOTS,
     allocate,
     begin,
@@ -67,6 +68,12 @@ from forge.kernels.hopper_ring import (
 from forge.kernels.runtime import Dual
 from forge.kernels.target import Target
 from forge.kernels.wgrad_update_hopper_int8 import _wgrad_update_hopper_int8_kernel
+
+# Up to how many tokens two programs share an SM, with bf16 states and with codes. Predicted from
+# the bytes that go from L2 to an SM: results/LOG.md.
+PAIR_TOKENS = (512, 1024)
+# How much later the second programs of the SMs begin, ns a token: about half of a tile's time.
+PAIR_DELAY = 8
 
 # Two neighbours at a time: $0-2 the stored pairs of w and the states, $3-8 their fp32 values, $9-10
 # the element numbers, seeded. As rounding.py: one hash for both, add its upper half, keep the upper
@@ -207,7 +214,8 @@ def _pair_math(
             n += 1
 
 
-_INTEGERS = [f"{name}{j}" for name in "eka" for j in range(GROUPS.value)] + ["M", "behind", "delay"]
+_INTEGERS = [f"{name}{j}" for name in "eka" for j in range(GROUPS.value)]
+_INTEGERS += ["M", "behind", "delay"]
 
 
 @gluon.jit(do_not_specialize=_INTEGERS)
@@ -274,53 +282,69 @@ def wgrad_update_hopper(
     scalars: Tensor,
     seed: Tensor | None,
     rule: Dual,
+    pair: bool | None = None,
 ) -> None:
     """As :func:`forge.kernels.wgrad_update.wgrad_update`, for bf16 weights and two states.
 
     ``dys`` [M, N] and ``xs`` [M, K] are bf16, with rows aligned to 16 bytes, and have one M, at
     least 1; N is a multiple of 8, K of 256, and every salt of 256. The states of all targets are
     bf16; or int8 and uint8 codes, with exponents from an even address.
+
+    ``pair``: whether two programs share an SM, one updating while the other multiplies; by default
+    up to ``PAIR_TOKENS`` tokens, from which on the product, which then takes longer, decides.
     """
     device = targets[0].param.device
     sms = torch.cuda.get_device_properties(device).multi_processor_count
     codes = bool(targets[0].scales)
     kernel = _wgrad_update_hopper_int8_kernel if codes else _wgrad_update_hopper_kernel
+    tokens = dys[0].shape[0]
+    if pair is None:
+        pair = tokens <= PAIR_TOKENS[codes]
+    options = {"maxnreg": PAIR_REGISTERS} if pair else {}
     with torch.cuda.device(device):
         for start in range(0, len(targets), GROUPS.value):
             group = slice(start, start + GROUPS.value)
-            tiles, arguments = _arguments(dys[group], xs[group], targets[group])
-            kernel[(min(sms, tiles),)](
+            tiles, arguments = _arguments(dys[group], xs[group], targets[group], pair)
+            kernel[(min(2 * sms if pair else sms, tiles),)](
                 *arguments,
-                dys[0].shape[0],
+                tokens,
                 start,
+                # Programs that take the place of others are not in step anyway.
+                tokens * PAIR_DELAY if start == 0 else 0,
                 scalars,
                 seed if seed is not None else scalars,
                 SCALARS=scalars.numel(),
                 RULE=gluon_function(rule),
                 STOCHASTIC=seed is not None,
-                num_warps=8,
+                PAIR=pair,
+                num_warps=4 if pair else 8,
                 launch_pdl=True,
+                **options,
             )
 
 
 def _arguments(
-    dys: Sequence[Tensor], xs: Sequence[Tensor], targets: Sequence[Target]
+    dys: Sequence[Tensor], xs: Sequence[Tensor], targets: Sequence[Target], pair: bool
 ) -> tuple[int, list[Any]]:
     """Number of tiles; descriptors and geometry of each matrix, filled up to ``GROUPS``."""
+    blocks, layouts = (PAIR_BLOCKS, PAIR_LAYOUTS) if pair else (BLOCKS, LAYOUTS)
+    height, width = blocks[0][1], blocks[1][1]
     described, geometry, tiles = [], [], 0
     for dy, x, target in zip(dys, xs, targets, strict=True):
         rows, columns = target.param.shape
-        tiles += triton.cdiv(rows, BN.value) * (columns // BK.value)
-        # The kernel of codes also takes the height, and the exponents of two blocks as a number.
-        extra = (rows, *(s.view(torch.uint16) for s in target.scales)) if target.scales else ()
-        geometry.append((tiles, columns // BK.value, target.salt, *extra))
+        tiles += triton.cdiv(rows, height) * (columns // width)
+        # The kernel of codes also takes the height, and the exponents of a row of a tile as a
+        # number.
+        exponents = [s if pair else s.view(torch.uint16) for s in target.scales]
+        extra = (rows, *exponents) if target.scales else ()
+        geometry.append((tiles, columns // width, target.salt, *extra))
         # Two codes are copied as one number of 16 bits.
         states = [s.view(torch.bfloat16) for s in target.states]
         described.append(
             [
                 TensorDescriptor.from_tensor(t, block, layout)
                 for t, block, layout in zip(
-                    (dy, x, target.param, *states), BLOCKS, LAYOUTS, strict=True
+                    (dy, x, target.param, *states), blocks, layouts, strict=True
                 )
             ]
         )

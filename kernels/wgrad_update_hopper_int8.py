@@ -235,7 +235,8 @@ def _pair_math(
             gl.store(p1, _of_block(new1, q).to(gl.uint8), mask=inside)
 
 
-_INTEGERS = [f"{name}{j}" for name in "ekah" for j in range(GROUPS.value)] + ["M", "behind", "delay"]
+_INTEGERS = [f"{name}{j}" for name in "ekah" for j in range(GROUPS.value)]
+_INTEGERS += ["M", "behind", "delay"]
 _POINTERS = [f"{name}{j}" for name in ("sm", "sv") for j in range(GROUPS.value)]
 
 

@@ -5,6 +5,7 @@ A script, not a test: kernels must be imported outside Triton's interpreter, whi
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import subprocess
@@ -300,7 +301,8 @@ def hopper_kernel(
         kernel = wgrad_update_hopper._wgrad_update_hopper_kernel
     names = kernel.arg_names
     types = {"scalars_ptr": "*fp32", "seed_ptr": "*i32"} | dict.fromkeys(constants, "constexpr")
-    types |= {f"{prefix}{j}": "*u8" if pair else "*u16" for prefix in ("sm", "sv") for j in range(count)}
+    exponents = "*u8" if pair else "*u16"
+    types |= {f"{prefix}{j}": exponents for prefix in ("sm", "sv") for j in range(count)}
     for i, prefix in enumerate(("dy", "x", "w", "m", "v")):
         for j in range(count):
             types[f"{prefix}{j}"] = f"tensordesc<bf16{blocks[i]},{layouts[i]!r}>"
@@ -332,10 +334,12 @@ def main() -> None:
                 wgrad_update._wgrad_update_kernel, rule, constants, options, states
             )
         if len(rule.states) == 2:
-            for stochastic in (True, False):
-                name = f"wgrad_update_hopper {rule.name} {'stochastic' * stochastic}".strip()
-                found[name] = hopper_kernel(rule, stochastic)
-            found[f"wgrad_update_hopper {rule.name} int8"] = hopper_kernel(rule, True, "int8")
+            for stochastic, pair in itertools.product((True, False), (False, True)):
+                name = f"{'stochastic ' * stochastic}{'pair ' * pair}{rule.name}"
+                found[f"wgrad_update_hopper {name}"] = hopper_kernel(rule, stochastic, "bf16", pair)
+            for pair in (False, True):
+                name = f"wgrad_update_hopper {'pair ' * pair}{rule.name} int8"
+                found[name] = hopper_kernel(rule, True, "int8", pair)
     print(json.dumps(found))
 
 

@@ -185,7 +185,8 @@ def test_encode(stochastic):
     (h,) = run(ptx.HASH, 1, pairs(numbers ^ seed)[0])
     assert np.array_equal(h.view(np.int32), pairs(random)[0])
     text = ptx.ENCODE_STOCHASTIC if stochastic else ptx.ENCODE_NEAREST
-    for got, codes in zip(run(text, 2, *pairs(m), *pairs(v), *inverses, h), want, strict=True):
+    inputs = (*pairs(m), *pairs(v), *inverses, h, np.full_like(h, 0x80))
+    for got, codes in zip(run(text, 2, *inputs), want, strict=True):
         even, odd = pairs(codes)
         assert np.array_equal(got & 0xFFFF, (even | odd << 8).view(np.uint32))
     assert (want[1][v > 0] > 0).all() and (want[1][v == 0] == 0).all()
