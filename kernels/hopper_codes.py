@@ -187,20 +187,23 @@ def _encode(m, v, e0, e1, random, half, STOCHASTIC: gl.constexpr):
 
 
 @gluon.jit
-def half_step(seed):
-    """0x80, of which the compiler does not know that it is: it shall stay in a register.
-
-    Else each use takes one instruction more, to fetch the constant.
-    """
-    # seed^2 + seed is even.
+def _zero(x):
+    """Zero, of which the compiler does not know that it is."""
+    # x^2 + x is even.
     return gl.inline_asm_elementwise(
-        "{.reg .b32 t; mad.lo.u32 t, $1, $1, $1; and.b32 t, t, 1; or.b32 $0, t, 0x80;}",
+        "{.reg .b32 t; mad.lo.u32 t, $1, $1, $1; and.b32 $0, t, 1;}",
         "=r,r",
-        [seed],
-        dtype=gl.int32,
+        [x],
+        dtype=gl.uint32,
         is_pure=False,
         pack=1,
     )
+
+
+@gluon.jit
+def half_step(seed):
+    """0x80 as a register that the compiler keeps: else each use takes an instruction to fetch it."""
+    return _zero(seed) + 0x80
 
 
 @gluon.jit
@@ -232,8 +235,35 @@ def _store(memory, x, layout: gl.constexpr):
 
 
 @gluon.jit
+def _rows(unit: gl.constexpr, W: gl.constexpr, layout: gl.constexpr):
+    """The rows of a unit among the 16 W rows of both."""
+    i = gl.arange(0, 8 * W, layout=gl.SliceLayout(1, layout))
+    return i // 8 * 16 + i % 8 + 8 * unit
+
+
+@gluon.jit
+def _numbers(
+    W: gl.constexpr, unit: gl.constexpr, column: gl.constexpr, base, pitch, seed
+):  # fmt: skip
+    """Seeded numbers of the even elements [8 W, 64] of a unit that begins at ``column``."""
+    # base is a multiple of the tile's columns and the column is below it: xor is the sum. In this
+    # order a thread needs one register a row and an immediate operand a column.
+    layout: gl.constexpr = _pairs_layout(W)
+    rows = (_rows(unit, W, layout) * pitch + base).to(gl.uint32) ^ seed
+    columns = gl.arange(0, 64, layout=gl.SliceLayout(0, layout)).to(gl.uint32) * 2
+    return (rows[:, None] ^ (columns & 7)[None, :]) ^ ((columns & 0x78) + column)[None, :]
+
+
+@gluon.jit
+def unit_rows(W: gl.constexpr, unit: gl.constexpr):
+    """Rows of a unit, as exponents of them lie, int32 [8 W]."""
+    return _rows(unit, W, unit_layout(W))
+
+
+@gluon.jit
 def update_unit(
-    g, m, v, left, right, unit: gl.constexpr, exponents, numbers, half, scalars,
+    g, m, v, left, right, unit: gl.constexpr, exponents, column: gl.constexpr, base, pitch, seed,
+    half, scalars,
     RULE: gl.constexpr, STOCHASTIC: gl.constexpr,
 ):  # fmt: skip
     """Update a unit in its slots; the new exponents, int32 [8 W] each.
@@ -243,7 +273,8 @@ def update_unit(
         m, v: memory of both states' codes [16 W, 128].
         left, right: memory of w, bf16 [16 W, 64] each.
         exponents: of both states, int32 [8 W].
-        numbers: seeded numbers of the even elements, [8 W, 64].
+        column: of the tile, where the unit begins.
+        base, pitch: salted number of the element where the memory begins; numbers from row to row.
         half: ``half_step()``.
     """
     W: gl.constexpr = g.shape[0] // 8
@@ -260,44 +291,20 @@ def update_unit(
         pack=1,
     )
     w, states = RULE(_interleave(even, odd), g, states, scalars)
+    e0 = _exponents(states[0], 0x1000FF)
+    e1 = _exponents(states[1], 0x0FFFFF)
+    # Zero, but the compiler cannot know that: else it draws all random bits beforehand and spills.
+    after = _as(_zero(e0), gl.SliceLayout(1, _pairs_layout(W)))
+    numbers = _numbers(W, unit, column, base, pitch, seed ^ after)
     random = numbers
     if STOCHASTIC:
         random = gl.inline_asm_elementwise(
             _HASH, "=r,r", [numbers], dtype=gl.uint32, is_pure=True, pack=1
         )
-    w = _round(w, random, STOCHASTIC)
-    e0 = _exponents(states[0], 0x1000FF)
-    e1 = _exponents(states[1], 0x0FFFFF)
+    a, b = halves(_round(w, random, STOCHASTIC))
+    _store(_weights(left, W, unit), a, _slot_layout(W, 32))
+    _store(_weights(right, W, unit), b, _slot_layout(W, 32))
     a, b = _encode(states[0], states[1], e0, e1, random, half, STOCHASTIC)
     _store(_codes(m, W, unit), a.to(gl.uint16), _slot_layout(W, 64))
     _store(_codes(v, W, unit), b.to(gl.uint16), _slot_layout(W, 64))
-    a, b = halves(w)
-    _store(_weights(left, W, unit), a, _slot_layout(W, 32))
-    _store(_weights(right, W, unit), b, _slot_layout(W, 32))
     return e0, e1
-
-
-@gluon.jit
-def _rows(unit: gl.constexpr, W: gl.constexpr, layout: gl.constexpr):
-    """The rows of a unit among the 16 W rows of both."""
-    i = gl.arange(0, 8 * W, layout=gl.SliceLayout(1, layout))
-    return i // 8 * 16 + i % 8 + 8 * unit
-
-
-@gluon.jit
-def unit_numbers(
-    W: gl.constexpr, unit: gl.constexpr, column: gl.constexpr, base, pitch, seed
-):  # fmt: skip
-    """Seeded numbers of the even elements [8 W, 64] of a unit that begins at ``column``."""
-    # base is a multiple of the tile's columns and the column is below it: xor is the sum. In this
-    # order a thread needs one register a row and an immediate operand a column.
-    layout: gl.constexpr = _pairs_layout(W)
-    rows = (_rows(unit, W, layout) * pitch + base).to(gl.uint32) ^ seed
-    columns = gl.arange(0, 64, layout=gl.SliceLayout(0, layout)).to(gl.uint32) * 2
-    return (rows[:, None] ^ (columns & 7)[None, :]) ^ ((columns & 0x78) + column)[None, :]
-
-
-@gluon.jit
-def unit_rows(W: gl.constexpr, unit: gl.constexpr):
-    """Rows of a unit, as exponents of them lie, int32 [8 W]."""
-    return _rows(unit, W, unit_layout(W))

@@ -14,7 +14,6 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from forge.kernels.hopper_codes import (
     half_step,
     unit_layout,
-    unit_numbers,
     unit_rows,
     units,
     update_unit,
@@ -54,15 +53,14 @@ from forge.kernels.hopper_ring import (
 
 
 @gluon.jit
-def _of_block(all, b: gl.constexpr):
-    """Byte ``b`` of a number."""
-    return (all.to(gl.int32) >> 8 * b) & 0xFF
+def _byte(exponents, b: gl.constexpr):
+    return (exponents >> 8 * b) & 0xFF
 
 
 @gluon.jit
-def _with_block(both, b: gl.constexpr, exponent):
-    other = both.to(gl.int32) & (0xFF00 >> 8 * b)
-    return (other | exponent << 8 * b).to(gl.uint16)
+def _with_byte(exponents, b: gl.constexpr, exponent):
+    others: gl.constexpr = 0xFFFFFF if b == 3 else -1 - (0xFF << 8 * b)
+    return (exponents & others) | exponent << 8 * b
 
 
 @gluon.jit
@@ -125,11 +123,11 @@ def _math(
     for tile in range(gl.program_id(0), ends[GROUPS - 1], gl.num_programs(0)):
         # The exponents of both blocks are one number. They are here when they are needed.
         p0, p1, inside = _scales(tile, ends, across, heights, scales0, scales1, 0, 0, BN, 8)
-        e00 = gl.load(p0, mask=inside, other=0)
-        e10 = gl.load(p1, mask=inside, other=0)
+        e00 = gl.load(p0, mask=inside, other=0).to(gl.int32)
+        e10 = gl.load(p1, mask=inside, other=0).to(gl.int32)
         p0, p1, inside = _scales(tile, ends, across, heights, scales0, scales1, 1, 0, BN, 8)
-        e01 = gl.load(p0, mask=inside, other=0)
-        e11 = gl.load(p1, mask=inside, other=0)
+        e01 = gl.load(p0, mask=inside, other=0).to(gl.int32)
+        e11 = gl.load(p1, mask=inside, other=0).to(gl.int32)
         acc, it = multiply(it, M, P, Q, full, empty)
         # From the tile's number again: addresses are not kept while it is multiplied.
         same = _again(tile)
@@ -147,19 +145,19 @@ def _math(
                 wait_full(it + 1, full)
             g0, g1 = units(blocks[b])
             f0, f1 = update_unit(
-                g0, m, v, left, right, 0, (_of_block(e00, b), _of_block(e10, b)),
-                unit_numbers(8, 0, b * 128, base, pitch, seed), half, scalars, RULE, STOCHASTIC,
+                g0, m, v, left, right, 0, (_byte(e00, b), _byte(e10, b)),
+                b * 128, base, pitch, seed, half, scalars, RULE, STOCHASTIC,
             )  # fmt: skip
-            e00 = _with_block(e00, b, f0)
-            e10 = _with_block(e10, b, f1)
+            e00 = _with_byte(e00, b, f0)
+            e10 = _with_byte(e10, b, f1)
             # Else the compiler mixes both units, for which the registers do not suffice.
             thread_barrier()
             f0, f1 = update_unit(
-                g1, m, v, left, right, 1, (_of_block(e01, b), _of_block(e11, b)),
-                unit_numbers(8, 1, b * 128, base, pitch, seed), half, scalars, RULE, STOCHASTIC,
+                g1, m, v, left, right, 1, (_byte(e01, b), _byte(e11, b)),
+                b * 128, base, pitch, seed, half, scalars, RULE, STOCHASTIC,
             )  # fmt: skip
-            e01 = _with_block(e01, b, f0)
-            e11 = _with_block(e11, b, f1)
+            e01 = _with_byte(e01, b, f0)
+            e11 = _with_byte(e11, b, f1)
             fence_async_shared()
             thread_barrier()
             mbarrier.arrive(done.index((n + 2 * b) % DONES), count=1)
@@ -167,11 +165,11 @@ def _math(
                 mbarrier.arrive(done.index((n + 1) % DONES), count=1)
         same = _again(tile)
         p0, p1, inside = _scales(same, ends, across, heights, scales0, scales1, 0, 0, BN, 8)
-        gl.store(p0, e00, mask=inside)
-        gl.store(p1, e10, mask=inside)
+        gl.store(p0, e00.to(gl.uint16), mask=inside)
+        gl.store(p1, e10.to(gl.uint16), mask=inside)
         p0, p1, inside = _scales(same, ends, across, heights, scales0, scales1, 1, 0, BN, 8)
-        gl.store(p0, e01, mask=inside)
-        gl.store(p1, e11, mask=inside)
+        gl.store(p0, e01.to(gl.uint16), mask=inside)
+        gl.store(p1, e11.to(gl.uint16), mask=inside)
         it += CODE_PARTS
         n += CODE_PARTS
 
@@ -202,8 +200,6 @@ def _pair_math(
         first, tk, salt = place(same, ends, across, salts)
         pitch = tk * PAIR_BK
         base = (same - first) // tk * PAIR_BN * pitch + (same - first) % tk * PAIR_BK + salt
-        new0 = gl.zeros((32,), gl.int32, gl.SliceLayout(1, unit_layout(4)))
-        new1 = new0
         rows = row_halves(acc)
         for half in gl.static_range(2):
             left, right = pieces(P, Q, wait_full(it, full))
@@ -212,12 +208,12 @@ def _pair_math(
             for unit in gl.static_range(2):
                 f0, f1 = update_unit(
                     g[unit], m, v, left, right, unit,
-                    (_of_block(e0, 2 * half + unit), _of_block(e1, 2 * half + unit)),
-                    unit_numbers(4, unit, 0, base + half * HALF * pitch, pitch, seed),
-                    half_of_step, scalars, RULE, STOCHASTIC,
+                    (_byte(e0, 2 * half + unit), _byte(e1, 2 * half + unit)),
+                    0, base + half * HALF * pitch, pitch, seed, half_of_step, scalars,
+                    RULE, STOCHASTIC,
                 )  # fmt: skip
-                new0 = new0 | f0 << 8 * (2 * half + unit)
-                new1 = new1 | f1 << 8 * (2 * half + unit)
+                e0 = _with_byte(e0, 2 * half + unit, f0)
+                e1 = _with_byte(e1, 2 * half + unit, f1)
                 if unit == 0:
                     # Else the compiler mixes both units, for which the registers do not suffice.
                     thread_barrier()
@@ -231,8 +227,8 @@ def _pair_math(
             p0, p1, inside = _scales(
                 same, ends, across, heights, scales0, scales1, q % 2, q // 2 * HALF, PAIR_BN, 4
             )
-            gl.store(p0, _of_block(new0, q).to(gl.uint8), mask=inside)
-            gl.store(p1, _of_block(new1, q).to(gl.uint8), mask=inside)
+            gl.store(p0, _byte(e0, q).to(gl.uint8), mask=inside)
+            gl.store(p1, _byte(e1, q).to(gl.uint8), mask=inside)
 
 
 _INTEGERS = [f"{name}{j}" for name in "ekah" for j in range(GROUPS.value)]
