@@ -202,7 +202,7 @@ def _zero(x):
 
 @gluon.jit
 def half_step(seed):
-    """0x80 as a register that the compiler keeps: else each use takes an instruction to fetch it."""
+    """0x80 in a register that the compiler keeps: else each use takes an instruction more."""
     return _zero(seed) + 0x80
 
 

@@ -34,8 +34,8 @@ GROUPS = gl.constexpr(4)
 # Tokens a step; rows and columns of a tile of dW; columns of it updated at a time.
 BM, BN, BK, CHUNK = gl.constexpr(64), gl.constexpr(128), gl.constexpr(256), gl.constexpr(64)
 SLOTS = gl.constexpr(4)
-# Barriers that count updated parts. More parts than these never wait for their stores: the slots of
-# the next part would be those of the first one, and only the store warp frees them.
+# Barriers that count updated parts. No more parts than these wait for their stores at a time: one
+# more would lie in slots that the store warp has not freed.
 DONES = gl.constexpr(4)
 # Parts of a tile, a slot each. With bf16 states each is w and both states of 64 columns. With codes
 # w of columns 0 to 63 and both states of 0 to 127; w of 64 to 191; w of 192 to 255 and both states
@@ -300,6 +300,15 @@ def multiply(it, M, P, Q, full, empty):
     before, _ = place_of(it + slots - 1, slots)
     mbarrier.arrive(empty.index(before), count=1, pred=M > 0)
     return acc, it
+
+
+@gluon.jit
+def load_scalars(scalars_ptr, seed_ptr, SCALARS: gl.constexpr):
+    """The scalars of a rule, and the seed."""
+    scalars = ()
+    for j in gl.static_range(SCALARS):
+        scalars = scalars + (gl.load(scalars_ptr + j),)
+    return scalars, gl.load(seed_ptr).to(gl.uint32)
 
 
 @gluon.jit

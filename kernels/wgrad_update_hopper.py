@@ -55,6 +55,7 @@ from forge.kernels.hopper_ring import (
     chunk_views,
     gluon_function,
     halves,
+    load_scalars,
     loader,
     multiply,
     place,
@@ -144,20 +145,12 @@ def _update_chunk(
 
 
 @gluon.jit
-def _scalars(scalars_ptr, seed_ptr, SCALARS: gl.constexpr):
-    scalars = ()
-    for j in gl.static_range(SCALARS):
-        scalars = scalars + (gl.load(scalars_ptr + j),)
-    return scalars, gl.load(seed_ptr).to(gl.uint32)
-
-
-@gluon.jit
 def _math(
     P, Q, full, empty, done, ends, across, salts, M, scalars_ptr, seed_ptr,
     SCALARS: gl.constexpr, RULE: gl.constexpr, STOCHASTIC: gl.constexpr,
     smem: gl.constexpr,
 ):  # fmt: skip
-    scalars, seed = _scalars(scalars_ptr, seed_ptr, SCALARS)
+    scalars, seed = load_scalars(scalars_ptr, seed_ptr, SCALARS)
     it = 0
     n = 0
     for tile in range(gl.program_id(0), ends[GROUPS - 1], gl.num_programs(0)):
@@ -188,7 +181,7 @@ def _pair_math(
     P, Q, full, empty, done, ends, across, salts, M, scalars_ptr, seed_ptr,
     SCALARS: gl.constexpr, RULE: gl.constexpr, STOCHASTIC: gl.constexpr,
 ):  # fmt: skip
-    scalars, seed = _scalars(scalars_ptr, seed_ptr, SCALARS)
+    scalars, seed = load_scalars(scalars_ptr, seed_ptr, SCALARS)
     it = 0
     n = 0
     for tile in range(gl.program_id(0), ends[GROUPS - 1], gl.num_programs(0)):

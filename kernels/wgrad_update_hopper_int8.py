@@ -41,6 +41,7 @@ from forge.kernels.hopper_ring import (
     begin,
     chunk_views,
     halves,
+    load_scalars,
     loader,
     multiply,
     place,
@@ -50,6 +51,8 @@ from forge.kernels.hopper_ring import (
     wait_for_launches_in_front,
     wait_full,
 )
+
+# The exponents of several blocks are one int32, a byte each.
 
 
 @gluon.jit
@@ -90,16 +93,10 @@ def _again(x):
 
 
 @gluon.jit
-def _scalars(scalars_ptr, seed_ptr, SCALARS: gl.constexpr):
-    scalars = ()
-    for j in gl.static_range(SCALARS):
-        scalars = scalars + (gl.load(scalars_ptr + j),)
-    return scalars, gl.load(seed_ptr).to(gl.uint32)
-
-
-@gluon.jit
-def _scales(tile, ends, across, heights, scales0, scales1, unit: gl.constexpr, row: gl.constexpr,
-            rows: gl.constexpr, W: gl.constexpr):  # fmt: skip
+def _scales(
+    tile, ends, across, heights, scales0, scales1,
+    unit: gl.constexpr, row: gl.constexpr, rows: gl.constexpr, W: gl.constexpr,
+):  # fmt: skip
     """Where exponents of a unit's rows lie, of both states; which rows exist.
 
     The unit begins at ``row`` of its tile, which has ``rows``.
@@ -116,7 +113,7 @@ def _math(
     scalars_ptr, seed_ptr,
     SCALARS: gl.constexpr, RULE: gl.constexpr, STOCHASTIC: gl.constexpr, smem: gl.constexpr,
 ):  # fmt: skip
-    scalars, seed = _scalars(scalars_ptr, seed_ptr, SCALARS)
+    scalars, seed = load_scalars(scalars_ptr, seed_ptr, SCALARS)
     half = half_step(seed)
     it = 0
     n = 0
@@ -180,7 +177,7 @@ def _pair_math(
     scalars_ptr, seed_ptr,
     SCALARS: gl.constexpr, RULE: gl.constexpr, STOCHASTIC: gl.constexpr,
 ):  # fmt: skip
-    scalars, seed = _scalars(scalars_ptr, seed_ptr, SCALARS)
+    scalars, seed = load_scalars(scalars_ptr, seed_ptr, SCALARS)
     half_of_step = half_step(seed)
     it = 0
     n = 0
