@@ -124,7 +124,7 @@ def _each_pair(rows):
 
 
 @gluon.jit
-def _decode(codes, exponent, SIGNED: gl.constexpr):
+def _decode(codes, exponent, shift, SIGNED: gl.constexpr):
     """A unit, fp32, of its codes, two a number [8 W, 64], and exponents [8 W]."""
     scale = (_each_pair(exponent) << 23).to(gl.float32, bitcast=True)
     if SIGNED:
@@ -134,7 +134,7 @@ def _decode(codes, exponent, SIGNED: gl.constexpr):
     even, odd = gl.inline_asm_elementwise(
         _DECODE_SIGNED if SIGNED else _DECODE_UNSIGNED,
         _DECODE_CONSTRAINTS,
-        [codes, scale, offset],
+        [codes, scale, offset, shift],
         dtype=(gl.float32, gl.float32),
         is_pure=True,
         pack=1,
@@ -201,9 +201,14 @@ def _zero(x):
 
 
 @gluon.jit
-def half_step(seed):
-    """0x80 in a register that the compiler keeps: else each use takes an instruction more."""
-    return _zero(seed) + 0x80
+def constants(seed):
+    """0x80 and 2^20 in registers that the compiler keeps.
+
+    With the first each `prmt` would take an instruction more, to fetch one of its two constants. A
+    product with the second would be a shift, on the integer unit, which has more to do than the
+    one that multiplies.
+    """
+    return _zero(seed) + 0x80, _zero(seed + 1) + 0x100000
 
 
 @gluon.jit
@@ -263,7 +268,7 @@ def unit_rows(W: gl.constexpr, unit: gl.constexpr):
 @gluon.jit
 def update_unit(
     g, m, v, left, right, unit: gl.constexpr, exponents, column: gl.constexpr, base, pitch, seed,
-    half, scalars,
+    kept, scalars,
     RULE: gl.constexpr, STOCHASTIC: gl.constexpr,
 ):  # fmt: skip
     """Update a unit in its slots; the new exponents, int32 [8 W] each.
@@ -275,12 +280,12 @@ def update_unit(
         exponents: of both states, int32 [8 W].
         column: of the tile, where the unit begins.
         base, pitch: salted number of the element where the memory begins; numbers from row to row.
-        half: ``half_step()``.
+        kept: ``constants()``.
     """
     W: gl.constexpr = g.shape[0] // 8
     states = (
-        _decode(_load_codes(m, W, unit), exponents[0], True),
-        _decode(_load_codes(v, W, unit), exponents[1], False),
+        _decode(_load_codes(m, W, unit), exponents[0], kept[1], True),
+        _decode(_load_codes(v, W, unit), exponents[1], kept[1], False),
     )
     even, odd = gl.inline_asm_elementwise(
         _WIDEN,
@@ -304,7 +309,7 @@ def update_unit(
     a, b = halves(_round(w, random, STOCHASTIC))
     _store(_weights(left, W, unit), a, _slot_layout(W, 32))
     _store(_weights(right, W, unit), b, _slot_layout(W, 32))
-    a, b = _encode(states[0], states[1], e0, e1, random, half, STOCHASTIC)
+    a, b = _encode(states[0], states[1], e0, e1, random, kept[0], STOCHASTIC)
     _store(_codes(m, W, unit), a.to(gl.uint16), _slot_layout(W, 64))
     _store(_codes(v, W, unit), b.to(gl.uint16), _slot_layout(W, 64))
     return e0, e1

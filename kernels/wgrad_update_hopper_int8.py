@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from forge.kernels.hopper_codes import (
-    half_step,
+    constants,
     unit_layout,
     unit_rows,
     units,
@@ -114,7 +114,7 @@ def _math(
     SCALARS: gl.constexpr, RULE: gl.constexpr, STOCHASTIC: gl.constexpr, smem: gl.constexpr,
 ):  # fmt: skip
     scalars, seed = load_scalars(scalars_ptr, seed_ptr, SCALARS)
-    half = half_step(seed)
+    kept = constants(seed)
     it = 0
     n = 0
     for tile in range(gl.program_id(0), ends[GROUPS - 1], gl.num_programs(0)):
@@ -143,7 +143,7 @@ def _math(
             g0, g1 = units(blocks[b])
             f0, f1 = update_unit(
                 g0, m, v, left, right, 0, (_byte(e00, b), _byte(e10, b)),
-                b * 128, base, pitch, seed, half, scalars, RULE, STOCHASTIC,
+                b * 128, base, pitch, seed, kept, scalars, RULE, STOCHASTIC,
             )  # fmt: skip
             e00 = _with_byte(e00, b, f0)
             e10 = _with_byte(e10, b, f1)
@@ -151,7 +151,7 @@ def _math(
             thread_barrier()
             f0, f1 = update_unit(
                 g1, m, v, left, right, 1, (_byte(e01, b), _byte(e11, b)),
-                b * 128, base, pitch, seed, half, scalars, RULE, STOCHASTIC,
+                b * 128, base, pitch, seed, kept, scalars, RULE, STOCHASTIC,
             )  # fmt: skip
             e01 = _with_byte(e01, b, f0)
             e11 = _with_byte(e11, b, f1)
@@ -178,7 +178,7 @@ def _pair_math(
     SCALARS: gl.constexpr, RULE: gl.constexpr, STOCHASTIC: gl.constexpr,
 ):  # fmt: skip
     scalars, seed = load_scalars(scalars_ptr, seed_ptr, SCALARS)
-    half_of_step = half_step(seed)
+    kept = constants(seed)
     it = 0
     n = 0
     for tile in range(gl.program_id(0), ends[GROUPS - 1], gl.num_programs(0)):
@@ -206,7 +206,7 @@ def _pair_math(
                 f0, f1 = update_unit(
                     g[unit], m, v, left, right, unit,
                     (_byte(e0, 2 * half + unit), _byte(e1, 2 * half + unit)),
-                    0, base + half * HALF * pitch, pitch, seed, half_of_step, scalars,
+                    0, base + half * HALF * pitch, pitch, seed, kept, scalars,
                     RULE, STOCHASTIC,
                 )  # fmt: skip
                 e0 = _with_byte(e0, 2 * half + unit, f0)

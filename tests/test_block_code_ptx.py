@@ -145,7 +145,8 @@ def test_decode(signed):
     with np.errstate(all="ignore"):
         offset = scale * np.float32(-(2.0 ** (-15 if signed else -31)))
     text = ptx.DECODE_SIGNED if signed else ptx.DECODE_UNSIGNED
-    got = interleave(*run(text, 2, even | odd << 8, scale, offset), np.float32)
+    shift = np.full_like(even, 2**20)
+    got = interleave(*run(text, 2, even | odd << 8, scale, offset, shift), np.float32)
     both_nan = got.isnan() & want.isnan()
     assert torch.equal(got.view(torch.int32)[~both_nan], want.view(torch.int32)[~both_nan])
     assert both_nan[-1].all() and not both_nan[:-1].any()
