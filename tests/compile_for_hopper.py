@@ -7,6 +7,7 @@ A script, not a test: kernels must be imported outside Triton's interpreter, whi
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import subprocess
@@ -27,6 +28,7 @@ from forge.kernels import (
     attention_backward,
     attention_tiles,
     column_sum,
+    hopper_pair,
     hopper_ring,
     linear_cross_entropy,
     qk_norm_rope,
@@ -353,31 +355,38 @@ def attention_kernels() -> dict[str, dict[str, int]]:
     return found
 
 
-def hopper_kernel(rule: Any, stochastic: bool, states: str = "bf16") -> dict[str, int]:
+def hopper_kernel(
+    rule: Any, stochastic: bool, states: str = "bf16", pair: bool = False
+) -> dict[str, int]:
     count = hopper_ring.GROUPS.value
     constants = dict(
         SCALARS=rule.scalar_count,
         RULE=hopper_ring.gluon_function(rule.update),
         STOCHASTIC=stochastic,
+        PAIR=pair,
     )
+    blocks, layouts = hopper_ring.BLOCKS, hopper_ring.LAYOUTS
+    if pair:
+        blocks, layouts = hopper_pair.PAIR_BLOCKS, hopper_pair.PAIR_LAYOUTS
     if states == "int8":
         kernel = wgrad_update_hopper_int8._wgrad_update_hopper_int8_kernel
     else:
         kernel = wgrad_update_hopper._wgrad_update_hopper_kernel
     names = kernel.arg_names
     types = {"scalars_ptr": "*fp32", "seed_ptr": "*i32"} | dict.fromkeys(constants, "constexpr")
-    types |= {f"{prefix}{j}": "*u16" for prefix in ("sm", "sv") for j in range(count)}
+    exponents = "*u8" if pair else "*u16"
+    types |= {f"{prefix}{j}": exponents for prefix in ("sm", "sv") for j in range(count)}
     for i, prefix in enumerate(("dy", "x", "w", "m", "v")):
         for j in range(count):
-            block, layout = hopper_ring.BLOCKS[i], hopper_ring.LAYOUTS[i]
-            types[f"{prefix}{j}"] = f"tensordesc<bf16{block},{layout!r}>"
+            types[f"{prefix}{j}"] = f"tensordesc<bf16{blocks[i]},{layouts[i]!r}>"
     source = GluonASTSource(
         fn=kernel,
         signature={n: types.get(n, "i32") for n in names},
         constexprs={(names.index(n),): value for n, value in constants.items()},
         attrs={},
     )
-    return usage(source, dict(num_warps=8, launch_pdl=True))
+    options = {"maxnreg": hopper_pair.PAIR_REGISTERS} if pair else {}
+    return usage(source, dict(num_warps=4 if pair else 8, launch_pdl=True, **options))
 
 
 def main() -> None:
@@ -401,10 +410,12 @@ def main() -> None:
                 wgrad_update._wgrad_update_kernel, rule, constants, options, states
             )
         if len(rule.states) == 2 and hopper:
-            for stochastic in (True, False):
-                name = f"wgrad_update_hopper {rule.name} {'stochastic' * stochastic}".strip()
-                found[name] = hopper_kernel(rule, stochastic)
-            found[f"wgrad_update_hopper {rule.name} int8"] = hopper_kernel(rule, True, "int8")
+            for stochastic, pair in itertools.product((True, False), (False, True)):
+                name = f"{'stochastic ' * stochastic}{'pair ' * pair}{rule.name}"
+                found[f"wgrad_update_hopper {name}"] = hopper_kernel(rule, stochastic, "bf16", pair)
+            for pair in (False, True):
+                name = f"wgrad_update_hopper {'pair ' * pair}{rule.name} int8"
+                found[name] = hopper_kernel(rule, True, "int8", pair)
     print(json.dumps(found))
 
 
