@@ -419,7 +419,7 @@ def test_large_logits_are_formed_in_slices(interpreter, monkeypatch):
 def close_after(ours, plain, lr):
     """Adam divides small numbers by small ones."""
     for (name, p), q in zip(ours.named_parameters(), plain.named_parameters(), strict=True):
-        assert (p - q[1]).abs().max() < 0.02 * lr and (p - q[1]).abs().mean() < 1e-4 * lr, name
+        assert (p - q[1]).abs().max() < 0.02 * lr and (p - q[1]).abs().mean() < 1e-3 * lr, name
 
 
 def test_slices_are_handed_to_the_optimizer(interpreter, monkeypatch):
