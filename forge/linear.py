@@ -111,14 +111,18 @@ class Slot:
         if slot_of(self.param) is self:
             del _SLOTS[id(self.param)]
 
-    def collect(self, x: Tensor, dy: Tensor) -> bool:
+    def collect(self, x: Tensor, dy: Tensor, rows: tuple[int, int] | None = None) -> bool:
         """Keep ``dW = dy^T x`` as its factors. False: the caller must return the gradient itself.
 
         Args:
             x: [..., K] input of the layer; of an embedding the gradient of its output.
             dy: [..., N] gradient of its output; of an embedding the ids [...], negative ones for
                 tokens that do not count.
+            rows: where the rows of the weight begin and end that ``dy`` has columns of, if they are
+                not all: taken only while :attr:`split` is set, from the last rows to the first.
         """
+        if rows is not None and self.split is None:
+            return False
         param = self.param
         if self.owner() is None or param._backward_hooks or param._post_accumulate_grad_hooks:
             return False
@@ -135,8 +139,10 @@ class Slot:
         if task != self.task and not self.deferred:
             # What an earlier backward left behind was abandoned by an exception.
             self.factors, self.task = [], task
-        if self.split is not None and self.split.take(x, dy):
+        if self.split is not None and self.split.take(x, dy, rows):
             return True
+        if rows is not None:
+            return False
         if self.shared and dy.is_floating_point():
             # They are held until the last use: not if the gradient is smaller.
             held = sum(t.nbytes for pair in self.factors for t in pair[:2])

@@ -251,24 +251,31 @@ class UpdateQueue:
             # must not be differentiated again.
             increment_version([target.param for target in batch.targets])
 
-    def start_split(self, slot: Slot, x: Tensor, dy: Tensor, ids: Tensor) -> RowsApart:
-        """Update a tied weight from its head's factors now, see :class:`forge.tied.SplitUpdate`."""
-        self._enter(slot, torch._C._current_graph_task_id())
+    def start_split(
+        self, slot: Slot, x: Tensor, dy: Tensor, ids: Tensor, first: int, apart: RowsApart | None
+    ) -> RowsApart:
+        """Update rows of a tied weight from its head's factors, see :class:`SplitUpdate`."""
+        if apart is None:
+            self._enter(slot, torch._C._current_graph_task_id())
         with self._lock, torch.no_grad():
             target, clock = slot.target, slot.clock
             if target is None or target.address != slot.param.data_ptr():
                 target = slot.target = self._target(slot)
             if not clock.running:
                 clock.begin()
-            _forget(clock, [target])
+            if apart is None:
+                _forget(clock, [target])
+                apart = RowsApart(ids, target)
+            apart.keep(x, dy, first)
+            if dy.shape[1] < target.param.shape[0]:
+                target = target.rows(first, first + dy.shape[1])
             seed = clock.seed if self.stochastic else None
             arguments = (clock.scalars, seed, self.rule.update)
-            apart = RowsApart(ids, dy, x, target)
             if choose_path(dy, x, target, self.captured) == "hopper":
                 wgrad_update_auto([dy], [x], [target], *arguments, "hopper", self.captured)
             else:
                 row_update([dy], [x], target, *arguments)
-            increment_version([target.param])
+            increment_version([slot.param])
         return apart
 
     def _target(self, slot: Slot) -> Target:

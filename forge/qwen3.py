@@ -45,10 +45,14 @@ from forge.linear import ForgeLinear, collector, slot_of
 from forge.packed_linear import is_plain, packed_linear, plain_weight
 from forge.swiglu_linear import swiglu_linear
 
-# Logits of up to so many bytes are kept (4,096 tokens of Qwen3 in bf16: 1.2 GB); larger ones are
-# formed twice, in slices of the vocabulary: a fifth more time in the head, a fraction of memory.
+# Logits of up to so many bytes are kept (4,096 tokens of Qwen3 in bf16: 1.2 GB). Of larger ones a
+# slice of the vocabulary is kept, and the others are formed twice: up to a third more time in the
+# head, a fraction of memory.
 LOGITS_BYTES = 2 * 2**30
 SLICE_BYTES = 512 * 2**20
+# The same where a captured step updates the head from each slice at once: no gradient of the whole
+# weight is formed, and slices pay earlier.
+CAPTURED_LOGITS_BYTES = 896 * 2**20
 
 # `forge.optimize(attention="auto")` takes this package's attention for so many tokens or fewer: on
 # an H200 it wins up to here (results/LOG.md).
@@ -370,6 +374,7 @@ def forward_with_fused_loss(self: Qwen3ForCausalLM, *args: Any, **kwargs: Any) -
     hidden, weight = outputs.last_hidden_state, self.lm_head.weight
     slot = slot_of(weight) if type(self.lm_head) is ForgeLinear else None
     handed = slot is not None and slot.node is not None and weight.dtype == hidden.dtype
+    at_once = slot is not None and handed and slot.split is not None
     row_bytes = hidden.shape[:-1].numel() * hidden.element_size()
     loss = linear_cross_entropy(
         hidden,
@@ -377,7 +382,7 @@ def forward_with_fused_loss(self: Qwen3ForCausalLM, *args: Any, **kwargs: Any) -
         targets.reshape(hidden.shape[:-1]).to(hidden.device),
         ignore_index=ignored,
         count=kwargs.get("num_items_in_batch"),
-        chunk=_chunk(row_bytes, weight.shape[0]),
+        chunk=_chunk(row_bytes, weight.shape[0], at_once),
         collect=slot.collect if slot is not None and handed else None,
     )
     return CausalLMOutputWithPast(
@@ -404,11 +409,14 @@ def _needs_no_mask(config: Any) -> bool:
     return config._attn_implementation in known and set(config.layer_types) == {"full_attention"}
 
 
-def _chunk(row_bytes: int, vocabulary: int) -> int | None:
+def _chunk(row_bytes: int, vocabulary: int, at_once: bool) -> int | None:
     """How many entries of the vocabulary a slice has; None: keep all logits."""
-    if row_bytes * vocabulary <= LOGITS_BYTES:
+    limit, size = LOGITS_BYTES, SLICE_BYTES
+    if at_once:
+        limit = size = CAPTURED_LOGITS_BYTES
+    if row_bytes * vocabulary <= limit:
         return None
-    return max(128, SLICE_BYTES // row_bytes // 128 * 128)
+    return max(128, size // row_bytes // 128 * 128)
 
 
 def _is_fusable(model: Qwen3ForCausalLM, kwargs: dict[str, Any]) -> bool:

@@ -102,16 +102,19 @@ def estimate(
     in_loss = kernels == FORMS_HEAD_IN_LOSS
     if not in_loss:
         logit_gradient = tokens * shape.vocab * float(BF16)
-    if kernels == "forge":
-        from forge.kernels.qkv_attention import KEPT_TOKENS
-        from forge.qwen3 import LOGITS_BYTES, SHORT, SLICE_BYTES
-
-        if logits > LOGITS_BYTES:
-            logits = logit_gradient = float(SLICE_BYTES)
-        if tokens > KEPT_TOKENS and seq <= SHORT:  # rotated queries and keys come again
-            activations -= tokens * shape.layers * BF16 * (shape.q_width + shape.kv_width)
     # `forge.TrainStep` updates a tied weight from the gradient of the logits at once.
     ours = kind == FUSED and execution == "cuda_graph"
+    if kernels == "forge":
+        from forge import qwen3
+        from forge.kernels.qkv_attention import KEPT_TOKENS
+
+        kept, part = qwen3.LOGITS_BYTES, qwen3.SLICE_BYTES
+        if ours and shape.tied:
+            kept = part = qwen3.CAPTURED_LOGITS_BYTES
+        if logits > kept:
+            logits = logit_gradient = float(part)
+        if tokens > KEPT_TOKENS and seq <= qwen3.SHORT:  # rotated queries and keys come again
+            activations -= tokens * shape.layers * BF16 * (shape.q_width + shape.kv_width)
 
     # gradients, activations, logits, temporaries
     moments = {"loss": (table if in_loss else 0.0, activations, logits, 0.0)}

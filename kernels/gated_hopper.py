@@ -30,7 +30,7 @@ from forge.kernels.hopper_ring import (
 )
 from forge.kernels.linear_auto import TOKENS
 from forge.kernels.linear_hopper import (
-    PAIRS,
+    CLUSTERS,
     aligned_rows,
     check_operands,
     layout_of,
@@ -179,7 +179,7 @@ def _down_dx_kernel(
 
 
 def gate_up_hopper(
-    x: Tensor, weight: Tensor, *, prefetch: bool = False, pair: bool = False
+    x: Tensor, weight: Tensor, *, prefetch: bool = False, cluster: bool = False
 ) -> tuple[Tensor, Tensor]:
     """``[gate, up] = x W^T`` and ``silu(gate) * up``.
 
@@ -187,7 +187,7 @@ def gate_up_hopper(
         x: [..., K], bf16.
         weight: [2F, K], bf16, the rows of the gate first; F a multiple of 128, K of 8.
         prefetch: as in :func:`forge.kernels.linear_hopper.linear_hopper`.
-        pair: two programs share W, where this version of Triton can.
+        cluster: two programs share W, where this version of Triton can.
 
     Returns:
         [..., 2F] and [..., F], bf16.
@@ -204,7 +204,7 @@ def gate_up_hopper(
     act = rows.new_empty(rows.shape[0], width)
     if rows.shape[0]:
         tensors = (rows, weight, gate_up, act)
-        _launch(False, tensors, weight.shape[1], width, prefetch, pair)
+        _launch(False, tensors, weight.shape[1], width, prefetch, cluster)
     return gate_up.view(*x.shape[:-1], 2 * width), act.view(*x.shape[:-1], width)
 
 
@@ -215,7 +215,7 @@ def down_dx_hopper(
     grad: Tensor,
     *,
     prefetch: bool = False,
-    pair: bool = False,
+    cluster: bool = False,
 ) -> Tensor:
     """The gradient of ``[gate, up]`` from ``dy``, that of ``act W^T``; and ``act`` again.
 
@@ -225,7 +225,7 @@ def down_dx_hopper(
         gate_up: [..., 2F], bf16, contiguous, the gates first.
         grad: written to, as ``gate_up``, which it may be.
         prefetch: of the weight, as in :func:`forge.kernels.linear_hopper.linear_hopper`.
-        pair: two programs share W, where this version of Triton can.
+        cluster: two programs share W, where this version of Triton can.
 
     Returns:
         ``silu(gate) * up`` [..., F], bf16.
@@ -247,18 +247,18 @@ def down_dx_hopper(
     act = rows.new_empty(rows.shape[0], width)
     if rows.shape[0]:
         tensors = (rows, weight, gate_up.view(-1, 2 * width), grad.view(-1, 2 * width), act)
-        _launch(True, tensors, weight.shape[0], width, prefetch, pair)
+        _launch(True, tensors, weight.shape[0], width, prefetch, cluster)
     return act.view(*dy.shape[:-1], width)
 
 
 def _launch(
-    dx: bool, tensors: tuple[Tensor, ...], terms: int, width: int, prefetch: bool, pair: bool
+    dx: bool, tensors: tuple[Tensor, ...], terms: int, width: int, prefetch: bool, cluster: bool
 ) -> None:
     with torch.cuda.device(tensors[0].device):
-        if pair and PAIRS:
-            from forge.kernels.gated_hopper_pair import launch_pairs
+        if cluster and CLUSTERS:
+            from forge.kernels.gated_hopper_cluster import launch_clusters
 
-            launch_pairs(dx, tensors, terms, width, prefetch)
+            launch_clusters(dx, tensors, terms, width, prefetch)
             return
         blocks = BACKWARD_BLOCKS if dx else FORWARD_BLOCKS
         described = [

@@ -8,8 +8,8 @@ place in its slot; only the store warp waits for stores.
 
 A slot is two pieces, P of 16 KB and Q of 32 KB. Each has a barrier ``full`` (loaded) and ``empty``
 (may be loaded again); ``done`` counts the updated parts, which the store warp waits for. Which part
-lies where is up to the two functions REQUEST and WRITE of kernels/wgrad_update_hopper.py, or of
-kernels/wgrad_update_hopper_int8.py.
+lies where is up to ``_load_group`` and ``_store_group``. kernels/hopper_pair.py has a ring of its
+own, for tiles of 128 x 128.
 """
 
 from __future__ import annotations
@@ -34,6 +34,9 @@ GROUPS = gl.constexpr(4)
 # Tokens a step; rows and columns of a tile of dW; columns of it updated at a time.
 BM, BN, BK, CHUNK = gl.constexpr(64), gl.constexpr(128), gl.constexpr(256), gl.constexpr(64)
 SLOTS = gl.constexpr(4)
+# Barriers that count updated parts. No more parts than these wait for their stores at a time: one
+# more would lie in slots that the store warp has not freed.
+DONES = gl.constexpr(4)
 # Parts of a tile, a slot each. With bf16 states each is w and both states of 64 columns. With codes
 # w of columns 0 to 63 and both states of 0 to 127; w of 64 to 191; w of 192 to 255 and both states
 # of 128 to 255.
@@ -131,6 +134,13 @@ def halves(x):
 
 
 @gluon.jit
+def row_halves(x):
+    """Upper and lower half of the rows: registers only, with a warp for each 32 rows."""
+    a, b = x.reshape([2, x.shape[0] // 2, x.shape[1]]).permute((1, 2, 0)).split()
+    return a, b
+
+
+@gluon.jit
 def chunk_views(P, Q, layout: gl.constexpr):
     """In the two pieces of a slot: w [128, 64] and two more arrays as large, bf16.
 
@@ -142,11 +152,26 @@ def chunk_views(P, Q, layout: gl.constexpr):
 
 
 @gluon.jit
-def _claim(it, bytes: gl.constexpr, full, empty):
+def place_of(it, slots: gl.constexpr):
+    """Slot of turn ``it``, and the parity of how often it was taken before."""
+    turn = it.to(gl.uint32)
+    return (turn % slots).to(gl.int32), ((turn // slots) & 1).to(gl.int32)
+
+
+@gluon.jit
+def claim(it, bytes: gl.constexpr, full, empty):
     """The slot of turn ``it``, once it is empty; the math warps will wait for ``bytes`` in it."""
-    i = it % SLOTS
-    mbarrier.wait(empty.index(i), ((it // SLOTS) & 1) ^ 1)
+    i, parity = place_of(it, full.shape[0])
+    mbarrier.wait(empty.index(i), parity ^ 1)
     mbarrier.expect(full.index(i), bytes)
+    return i
+
+
+@gluon.jit
+def wait_full(it, full):
+    """The slot of turn ``it``, once it is loaded."""
+    i, parity = place_of(it, full.shape[0])
+    mbarrier.wait(full.index(i), parity)
     return i
 
 
@@ -161,25 +186,25 @@ def _load_group(
         row = (tile - first) // tiles_k * BN
         column = (tile - first) % tiles_k * BK
         for m in range(0, M, BM):
-            i = _claim(it, BM * (BN + BK) * 2, full, empty)
+            i = claim(it, BM * (BN + BK) * 2, full, empty)
             tma_load(dy, [m, row], full.index(i), P.index(i))
             tma_load(x, [m, column], full.index(i), Q.index(i))
             it += 1
         for c in gl.static_range(CODE_PARTS if CODES else PARTS):
             at = column + c * CHUNK
             if not CODES:
-                i = _claim(it, 3 * array, full, empty)
+                i = claim(it, 3 * array, full, empty)
                 a, b, d = chunk_views(P.index(i), Q.index(i), layout)
                 tma_load(w, [row, at], full.index(i), a)
                 tma_load(s0, [row, at], full.index(i), b)
                 tma_load(s1, [row, at], full.index(i), d)
             elif c == 1:
-                i = _claim(it, 2 * array, full, empty)
+                i = claim(it, 2 * array, full, empty)
                 a, b, d = chunk_views(P.index(i), Q.index(i), layout)
                 tma_load(w, [row, at], full.index(i), a)
                 tma_load(w, [row, at + CHUNK], full.index(i), b)
             else:
-                i = _claim(it, 3 * array, full, empty)
+                i = claim(it, 3 * array, full, empty)
                 a, b, d = chunk_views(P.index(i), Q.index(i), layout)
                 tma_load(w, [row, column + c // 2 * 3 * CHUNK], full.index(i), a)
                 tma_load(s0, [row, at // 2], full.index(i), b)
@@ -216,7 +241,7 @@ def _store_group(
         for c in gl.static_range(parts):
             i = (n * (steps + parts) + steps + c) % SLOTS
             count = n * parts + c
-            mbarrier.wait(done.index(count % SLOTS), (count // SLOTS) & 1)
+            mbarrier.wait(done.index(count % DONES), (count // DONES) & 1)
             at = column + c * CHUNK
             a, b, d = chunk_views(P.index(i), Q.index(i), layout)
             if not CODES:
@@ -251,21 +276,39 @@ def storer(w, s0, s1, ends, across, M, P, Q, done, empty, CODES: gl.constexpr):
 
 @gluon.jit
 def multiply(it, M, P, Q, full, empty):
-    """The tile of dW [128, 256], fp32, from the slots of turn ``it`` on; and the turn after."""
+    """The tile of dW, fp32, from the slots of turn ``it`` on; and the turn after.
+
+    A warp for each 32 columns. Frees the slots: each is read to its end when the next product has
+    been asked for and all but that one are complete.
+    """
+    slots: gl.constexpr = P.shape[0]
+    tokens: gl.constexpr = P.shape[1]
+    rows: gl.constexpr = P.shape[2]
+    columns: gl.constexpr = Q.shape[2]
     mma: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, BK, 16]
+        version=[3, 0], warps_per_cta=[columns // 32, 1], instr_shape=[16, columns, 16]
     )
-    acc = gl.zeros((BN, BK), dtype=gl.float32, layout=mma)
-    for m in range(0, M, BM):
-        i = it % SLOTS
-        mbarrier.wait(full.index(i), (it // SLOTS) & 1)
+    acc = gl.zeros((rows, columns), dtype=gl.float32, layout=mma)
+    for m in range(0, M, tokens):
+        i = wait_full(it, full)
         acc = warpgroup_mma(P.index(i).permute((1, 0)), Q.index(i), acc, is_async=True)
         acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
-        mbarrier.arrive(empty.index((it + SLOTS - 1) % SLOTS), count=1, pred=m > 0)
+        before, _ = place_of(it + slots - 1, slots)
+        mbarrier.arrive(empty.index(before), count=1, pred=m > 0)
         it += 1
     acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
-    mbarrier.arrive(empty.index((it + SLOTS - 1) % SLOTS), count=1, pred=M > 0)
+    before, _ = place_of(it + slots - 1, slots)
+    mbarrier.arrive(empty.index(before), count=1, pred=M > 0)
     return acc, it
+
+
+@gluon.jit
+def load_scalars(scalars_ptr, seed_ptr, SCALARS: gl.constexpr):
+    """The scalars of a rule, and the seed."""
+    scalars = ()
+    for j in gl.static_range(SCALARS):
+        scalars = scalars + (gl.load(scalars_ptr + j),)
+    return scalars, gl.load(seed_ptr).to(gl.uint32)
 
 
 @gluon.jit
@@ -283,16 +326,19 @@ def place(tile, ends, across, salts):
 
 
 @gluon.jit
-def allocate(dy, x):
+def allocate(
+    tokens: gl.constexpr, rows: gl.constexpr, columns: gl.constexpr, slots: gl.constexpr, dy, x
+):
     """The ring and its barriers, for operands described like ``dy`` and ``x``."""
-    P = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, BM, BN], dy.layout)
-    Q = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, BM, BK], x.layout)
-    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    done = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(SLOTS):
+    P = gl.allocate_shared_memory(gl.bfloat16, [slots, tokens, rows], dy.layout)
+    Q = gl.allocate_shared_memory(gl.bfloat16, [slots, tokens, columns], x.layout)
+    full = gl.allocate_shared_memory(gl.int64, [slots, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [slots, 1], mbarrier.MBarrierLayout())
+    done = gl.allocate_shared_memory(gl.int64, [DONES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(slots):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=1)
+    for i in gl.static_range(DONES):
         mbarrier.init(done.index(i), count=1)
     return P, Q, full, empty, done
 

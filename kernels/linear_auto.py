@@ -33,7 +33,7 @@ class Tile(NamedTuple):
     slots: int  # 227 KB of shared memory hold 6 of 64 x (128 + 128) numbers
     parts: int = 1  # of the sum
     terms: int = 64  # of the sum in a slot: 64 or 128
-    pair: bool = False  # two programs share W (kernels/linear_hopper_pair.py); 64 terms then
+    cluster: bool = False  # two programs share W (kernels/linear_hopper_cluster.py); 64 terms then
 
 
 # By weight [N, K]: those of Qwen3-0.6B. Behind each: programs for 512 tokens; 132 run at once.
@@ -111,7 +111,7 @@ def gated_forward(x: Tensor, weight: Tensor, *, prefetch: bool) -> tuple[Tensor,
         return None
     from forge.kernels.gated_hopper import gate_up_hopper
 
-    gate_up, act = gate_up_hopper(x, weight, prefetch=prefetch, pair=tile.pair)
+    gate_up, act = gate_up_hopper(x, weight, prefetch=prefetch, cluster=tile.cluster)
     return gate_up.data, act.data
 
 
@@ -124,7 +124,7 @@ def gated_backward(dy: Tensor, weight: Tensor, gate_up: Tensor, grad: Tensor) ->
         return None
     from forge.kernels.gated_hopper import down_dx_hopper
 
-    return down_dx_hopper(dy, weight, gate_up, grad, prefetch=True, pair=tile.pair)
+    return down_dx_hopper(dy, weight, gate_up, grad, prefetch=True, cluster=tile.cluster)
 
 
 def _carry(parts: Tensor, like: Tensor) -> Tensor:

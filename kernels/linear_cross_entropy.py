@@ -8,9 +8,10 @@ Shapes: T tokens, C features, V entries of the vocabulary; hidden [T, C], W [V, 
 ``count`` is the number of valid labels unless it is given. z has the dtype of hidden, as the plain
 model's logits have; sums are fp32.
 
-Either z is stored once, [T, V], and its gradient is written over it in the same kernel; or, with
-``chunk``, z is formed twice, a slice of the vocabulary at a time: once for the sums, once for the
-gradient. A slice holds every token, so its dW is complete: nothing accumulates in low precision.
+z is stored once, [T, V], and its gradient is written over it in the same kernel. With ``chunk``
+that is so for the last slice of the vocabulary only: the others are formed for the sums, and again
+for their gradient once the slice behind them is used up. A slice holds every token, so its dW is
+complete: nothing accumulates in low precision.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ from forge.kernels.runtime import (
 )
 
 # Takes the factors x [T, C], dy [T, V] of the weight's gradient dy^T x; False: it must be formed.
-Collect = Callable[[Tensor, Tensor], bool]
+# Of a slice, dy [T, last - first], it also gets (first, last); it takes all slices or none.
+Collect = Callable[[Tensor, Tensor, tuple[int, int] | None], bool]
 
 
 def linear_cross_entropy_reference(
@@ -149,53 +151,41 @@ def _cross_entropy(
         )
 
 
-def _scaled(t: Tensor, factor: Tensor) -> Tensor:
-    """``t * factor`` in the dtype of ``t``, the factor and the product in fp32."""
+def _scaled(t: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """``t * factor`` in ``dtype``, the factor and the product in fp32."""
     # As a matrix: a 0-d factor would be rounded to the dtype of `t` first.
-    return torch.mul(t, factor.view(1, 1), out=torch.empty_like(t))
+    return torch.mul(t, factor.view(1, 1), out=torch.empty_like(t, dtype=dtype))
+
+
+def _slices(vocabulary: int, chunk: int | None) -> list[tuple[int, int]]:
+    """Where each begins and ends: ``chunk`` entries, but for the first, which has what is over."""
+    if chunk is None or chunk >= vocabulary:
+        return [(0, vocabulary)]
+    return [(max(0, end - chunk), end) for end in range(vocabulary, 0, -chunk)][::-1]
 
 
 class LinearCrossEntropyFunction(torch.autograd.Function):
-    """The loss; between forward and backward the logits hold their own gradient."""
+    """The loss; between forward and backward the last slice's logits hold their own gradient."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, labels, count, ignore_index: int, collect: Collect | None):
-        z = F.linear(hidden, weight)
+    def forward(
+        ctx, hidden, weight, labels, count, ignore_index: int, chunk: int | None,
+        collect: Collect | None,
+    ):  # fmt: skip
         lse, target = _row_sums(hidden)
-        need_hidden, need_weight = ctx.needs_input_grad[:2]
-        grad = need_hidden or need_weight
-        _cross_entropy(z, labels, lse, target, count, None, 0, ignore_index, True, grad)
-        if grad:
-            ctx.save_for_backward(hidden, weight, z)
-        ctx.collect = collect
-        return (lse - target).sum() / count
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dloss: Tensor):
-        hidden, weight, dz = ctx.saved_tensors
-        need_hidden, need_weight = ctx.needs_input_grad[:2]
-        dhidden = dweight = None
-        if need_hidden:
-            dhidden = _scaled(torch.matmul(dz, weight), dloss)
-        if need_weight:
-            x = _scaled(hidden, dloss)
-            if ctx.collect is None or not ctx.collect(x, dz):
-                dweight = torch.matmul(dz.t(), x)
-        return dhidden, dweight, None, None, None, None
-
-
-class ChunkedLinearCrossEntropyFunction(torch.autograd.Function):
-    """The loss, by slices of ``chunk`` entries of the vocabulary."""
-
-    @staticmethod
-    def forward(ctx, hidden, weight, labels, count, ignore_index: int, chunk: int):
-        lse, target = _row_sums(hidden)
-        for first in range(0, weight.shape[0], chunk):
-            z = F.linear(hidden, weight[first : first + chunk])
-            _cross_entropy(z, labels, lse, target, count, None, first, ignore_index, True, False)
+        # In fp16 the gradient of a logit needs the loss scale that arrives with backward.
+        ctx.late = hidden.dtype != torch.float16
+        keep = ctx.late and any(ctx.needs_input_grad[:2])
+        ctx.slices, ctx.kept = _slices(weight.shape[0], chunk), None
+        for first, last in ctx.slices:
+            z = F.linear(hidden, weight[first:last])
+            grad = keep and last == weight.shape[0]
+            _cross_entropy(z, labels, lse, target, count, None, first, ignore_index, True, grad)
+            if grad:
+                ctx.kept = z
+            del z  # before the next one is formed
         ctx.save_for_backward(hidden, weight, labels, count, lse, target)
-        ctx.ignore_index, ctx.chunk = ignore_index, chunk
+        ctx.ignore_index, ctx.collect = ignore_index, collect
         return (lse - target).sum() / count
 
     @staticmethod
@@ -203,20 +193,35 @@ class ChunkedLinearCrossEntropyFunction(torch.autograd.Function):
     def backward(ctx, dloss: Tensor):
         hidden, weight, labels, count, lse, target = ctx.saved_tensors
         need_hidden, need_weight = ctx.needs_input_grad[:2]
-        dhidden = torch.zeros_like(hidden, dtype=torch.float32) if need_hidden else None
-        dweight = torch.empty_like(weight) if need_weight else None
-        for first in range(0, weight.shape[0], ctx.chunk):
-            part = weight[first : first + ctx.chunk]
-            dz = F.linear(hidden, part)
-            _cross_entropy(
-                dz, labels, lse, target, count, dloss, first, ctx.ignore_index, False, True
-            )
-            if dhidden is not None:
-                dhidden += wide_product(dz, part)
-            if dweight is not None:
-                torch.mm(dz.t(), hidden, out=dweight[first : first + ctx.chunk])
-        dhidden = dhidden.to(hidden.dtype) if dhidden is not None else None
-        return dhidden, dweight, None, None, None, None
+        dhidden = dweight = None
+        x = _scaled(hidden, dloss, hidden.dtype) if ctx.late and need_weight else hidden
+        whole = len(ctx.slices) == 1
+        # What is kept is not saved with the other tensors: it goes as soon as it is used. Another
+        # backward through the same graph forms it again.
+        dz, ctx.kept = ctx.kept, None
+        for first, last in reversed(ctx.slices):
+            part = weight[first:last]
+            if dz is None:
+                dz = F.linear(hidden, part)
+                scale = None if ctx.late else dloss
+                _cross_entropy(
+                    dz, labels, lse, target, count, scale, first, ctx.ignore_index, False, True
+                )
+            if need_hidden:
+                product = torch.matmul(dz, part) if whole else wide_product(dz, part)
+                dhidden = product if dhidden is None else dhidden.add_(product)
+            if need_weight:
+                taken = dweight is None and ctx.collect is not None
+                if not (taken and ctx.collect(x, dz, None if whole else (first, last))):
+                    if dweight is None:
+                        dweight = torch.empty_like(weight)
+                    torch.mm(dz.t(), x, out=dweight[first:last])
+            dz = None
+        if dhidden is not None:
+            if ctx.late:
+                dhidden = _scaled(dhidden, dloss, hidden.dtype)
+            dhidden = dhidden.to(hidden.dtype)
+        return dhidden, dweight, None, None, None, None, None
 
 
 def _row_sums(hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -243,10 +248,12 @@ def linear_cross_entropy(
         labels: [...] int64, what each token should predict (already shifted).
         ignore_index: the label of tokens that do not count.
         count: what the sum of the losses is divided by (default: the number of valid labels).
-        chunk: form the logits for so many entries of the vocabulary at a time, twice, instead of
-            keeping them: one more product, T * chunk instead of T * V elements of memory.
+        chunk: form the logits for so many entries of the vocabulary at a time, and those of all
+            slices but one twice, instead of keeping them: T * chunk instead of T * V elements of
+            memory for at most one more product.
         collect: given the factors of the weight's gradient during backward, may take them and
-            return True: then no gradient is formed. Without ``chunk``, on a GPU.
+            return True: then no gradient is formed. With ``chunk`` slice by slice, from the last
+            to the first; it takes all of them or none. On a GPU.
 
     Returns:
         fp32 []. NaN if no label is valid, with zero gradients; NaN, on a GPU, if a label is
@@ -275,13 +282,6 @@ def linear_cross_entropy(
         return linear_cross_entropy_reference(hidden, weight, labels, count, ignore_index)
     if count is None:
         count = (labels != ignore_index).sum(dtype=torch.float32)
-    # In fp16 the gradient of a logit needs the loss scale that arrives with backward.
-    if chunk is None and hidden.dtype == torch.float16:
-        chunk = weight.shape[0]
-    if chunk is None:
-        return LinearCrossEntropyFunction.apply(
-            hidden, weight, labels, count, ignore_index, collect
-        )
-    return ChunkedLinearCrossEntropyFunction.apply(
-        hidden, weight, labels, count, ignore_index, chunk
+    return LinearCrossEntropyFunction.apply(
+        hidden, weight, labels, count, ignore_index, chunk, collect
     )

@@ -48,9 +48,9 @@ from forge.kernels.hopper_ring import (
 from forge.kernels.linear_auto import BACKWARD, FORWARD, OTHER, TOKENS, Tile
 from forge.kernels.runtime import as_rows
 
-# Whether this is the version of Triton that kernels/linear_hopper_pair.py is written for. Other
+# Whether this is the version of Triton that kernels/linear_hopper_cluster.py is written for. Other
 # ones run the same tiles, each program by itself.
-PAIRS = triton.__version__.startswith("3.6.")
+CLUSTERS = triton.__version__.startswith("3.6.")
 
 
 @gluon.jit
@@ -278,10 +278,10 @@ def layout_of(block: list[int]) -> gl.NVMMASharedLayout:
 
 def launch(a: Tensor, weight: Tensor, dx: bool, tile: Tile, prefetch: bool) -> Tensor:
     """The parts [P, T, N or K] of aligned rows ``a`` [T, K or N] by the kernel."""
-    if tile.pair and PAIRS:
-        from forge.kernels.linear_hopper_pair import launch_pairs
+    if tile.cluster and CLUSTERS:
+        from forge.kernels.linear_hopper_cluster import launch_clusters
 
-        return launch_pairs(a, weight, dx, tile, prefetch)
+        return launch_clusters(a, weight, dx, tile, prefetch)
     rows, columns = a.shape[0], weight.shape[1 if dx else 0]
     steps = triton.cdiv(a.shape[1], tile.terms)
     # A part has whole tiles, so that none of its rows are stored into the next one.

@@ -9,8 +9,9 @@ and once E is there, from what was kept, for the first of equal ids:
     dW[ids[r]] = product[r] + sum over equal ids of E[order[r]]
     w[ids[r]], states[ids[r]] = rule(kept[r], dW[ids[r]], kept states[r], scalars)
 
-Shapes: w and every state [V, C]; dY [T, V] and X [T, C] of the head; ids [T] and E [T, C] of the
-embedding. Negative ids are left out. fp32 sums in the order of tokens.
+Shapes: w and every state [V, C]; dY [M, V] and X [M, C] of the head; ids [T] and E [T, C] of the
+embedding. Negative ids are left out. fp32 sums in the order of tokens. dY may come a slice of V at
+a time.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def _copy_rows(sources, targets, at, rank, mask, columns, ROWS: tl.constexpr, BL
             tl.store(targets[j] + rank[:, None] * columns + c, rows[j], inside)
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens", "height"])
 def _keep_rows_kernel(
     ids_ptr,  # [tokens]; ascending unless COUNT
     sorted_ptr,  # with COUNT written, as the order
@@ -62,9 +63,12 @@ def _keep_rows_kernel(
     kept,  # [tokens, columns]
     scales,  # of 8-bit states [V, across]; else empty
     kept_scales,
-    dy_ptr,  # [tokens, V]
-    dy_t_ptr,  # [tokens, tokens]: of each sorted id the column of dy
+    dy_ptr,  # [height, last - first]
+    dy_t_ptr,  # [tokens, height]: of each sorted id the column of dy
     dy_pitch,
+    height,
+    first,  # ids from here to last - 1 are kept now
+    last,
     tokens,
     columns,
     across,
@@ -87,12 +91,13 @@ def _keep_rows_kernel(
     rank = rank.to(tl.int64)
     # What stands for a negative id is read by nobody, but multiplied.
     at = tl.maximum(id, 0).to(tl.int64)
+    mask = mask & (at >= first) & (at < last)
     # Numbers far apart: twice as many at a time as ids are compared with.
-    for start in range(0, tokens, 2 * BLOCK_T):
+    for start in range(0, height, 2 * BLOCK_T):
         t = (start + tl.arange(0, 2 * BLOCK_T))[None, :]
-        inside = mask[:, None] & (t < tokens)
-        dy = tl.load(dy_ptr + t.to(tl.int64) * dy_pitch + at[:, None], inside)
-        tl.store(dy_t_ptr + rank[:, None] * tokens + t, dy, inside)
+        inside = mask[:, None] & (t < height)
+        dy = tl.load(dy_ptr + t.to(tl.int64) * dy_pitch + (at - first)[:, None], inside)
+        tl.store(dy_t_ptr + rank[:, None] * height + t, dy, inside)
     _copy_rows(stored, kept, at, rank, mask, columns, ROWS, BLOCK_C)
     if len(scales) > 0:
         _copy_rows(scales, kept_scales, at, rank, mask, across, ROWS, BLOCK_S)
@@ -157,49 +162,50 @@ def _update_rows_kernel(
 class RowsApart:
     """The rows of an embedding's ids, kept while the rest of the weight is updated without them.
 
-    Build it before that update, on the same stream; call :meth:`update` after it.
+    On one stream: build it, call :meth:`keep` before each part of that update, then :meth:`update`.
 
     Args:
-        ids: [...] int32 or int64, what the embedding looked up; negative ones are left out.
-        dy: [T, V], and ``x`` [T, C]: the factors of the rest of the gradient, a product.
+        ids: [T], in any shape, int32 or int64: what the embedding looked up; negative ones are left
+            out.
         target: of a contiguous weight [V, C].
     """
 
-    def __init__(self, ids: Tensor, dy: Tensor, x: Tensor, target: Target) -> None:
+    def __init__(self, ids: Tensor, target: Target) -> None:
         self.target = target
-        ids, dy, x = ids.reshape(-1), as_rows(dy), as_rows(x)
-        if runs_triton(target.param):
-            dy_t = self._keep(ids, dy)
+        ids = ids.reshape(-1)
+        tokens = ids.numel()
+        self._unsorted: Tensor | None = None
+        if counts(ids):  # by the kernel that keeps rows
+            self._unsorted = ids.contiguous()
+            self.ids = torch.empty_like(self._unsorted)
+            self.order = torch.empty_like(self.ids, dtype=torch.int64)
         else:
             # Stable: equal ids stay in the order of tokens.
             self.ids, self.order = torch.sort(ids, stable=True)
-            at = self.ids.clamp(min=0)
-            self.param = target.param.index_select(0, at)
-            self.states = tuple(state.index_select(0, at) for state in target.states)
-            self.scales = tuple(scale.index_select(0, at) for scale in target.scales)
-            dy_t = dy.index_select(1, at).t()
-        self.product = wide_product(dy_t, x)
-
-    def _keep(self, ids: Tensor, dy: Tensor) -> Tensor:
-        """Sort, keep the rows, and return the columns of ``dy`` at the sorted ids, [T, T]."""
-        target, tokens = self.target, ids.numel()
-        count = counts(ids)
-        if count:
-            ids = ids.contiguous()
-            self.ids = torch.empty_like(ids)
-            self.order = torch.empty_like(ids, dtype=torch.int64)
-        else:
-            ids, self.order = torch.sort(ids, stable=True)
-            self.ids = ids
         self.param = target.param.new_empty((tokens, target.param.shape[1]))
         self.states = tuple(s.new_empty((tokens, s.shape[1])) for s in target.states)
         self.scales = tuple(s.new_empty((tokens, s.shape[1])) for s in target.scales)
-        dy_t = dy.new_empty((tokens, tokens))
-        across = target.scales[0].shape[1] if target.scales else 0
-        if tokens:
-            with on_device(ids):
+        self._dy_t: Tensor | None = None
+        self.product: Tensor | None = None
+
+    def keep(self, x: Tensor, dy: Tensor, first: int = 0) -> None:
+        """Keep what the update of rows ``first`` to ``first + N`` is about to change.
+
+        Args:
+            x: [M, C], and ``dy`` [M, N]: factors of the rest of these rows' gradient, a product, of
+                as many tokens as reach the head.
+            first: where 0 comes, all rows have been kept: slices come from the last row down.
+        """
+        x, dy, target, tokens = as_rows(x), as_rows(dy), self.target, self.ids.numel()
+        if self._dy_t is None:
+            self._dy_t = dy.new_empty((tokens, dy.shape[0]))
+        if not runs_triton(target.param):
+            self._keep_reference(dy, first)
+        elif tokens:
+            across = target.scales[0].shape[1] if target.scales else 0
+            with on_device(dy):
                 _keep_rows_kernel[(-(-tokens // _KEEP["ROWS"]),)](
-                    ids,
+                    self.ids if self._unsorted is None else self._unsorted,
                     self.ids,
                     self.order,
                     (target.param, *target.states),
@@ -207,19 +213,34 @@ class RowsApart:
                     target.scales,
                     self.scales,
                     dy,
-                    dy_t,
+                    self._dy_t,
                     dy.stride(0),
+                    dy.shape[0],
+                    first,
+                    first + dy.shape[1],
                     tokens,
                     target.param.shape[1],
                     across,
-                    COUNT=count,
+                    COUNT=self._unsorted is not None,
                     BLOCK_T=count_block(tokens),
                     BLOCK_C=min(1024, power_of_2(target.param.shape[1])),
                     BLOCK_S=power_of_2(max(1, across)),
                     **_KEEP,
-                    **early_launch(ids),
+                    **early_launch(dy),
                 )
-        return dy_t
+        if first == 0:
+            self.product = wide_product(self._dy_t, x)
+            self._dy_t = None
+
+    def _keep_reference(self, dy: Tensor, first: int) -> None:
+        assert self._dy_t is not None
+        at = self.ids.clamp(min=0)
+        (here,) = ((at >= first) & (at < first + dy.shape[1])).nonzero(as_tuple=True)
+        at, target = at[here], self.target
+        now = (target.param, *target.states, *target.scales)
+        for stored, kept in zip(now, (self.param, *self.states, *self.scales), strict=True):
+            kept[here] = stored[at]
+        self._dy_t[here] = dy[:, at - first].t()
 
     def update(self, rows: Tensor, scalars: Tensor, seed: Tensor | None, rule: Dual) -> None:
         """Update these rows from what they were, by the product and ``rows`` [..., C], of ids."""
@@ -261,6 +282,7 @@ class RowsApart:
     def _update_reference(
         self, rows: Tensor, scalars: Tensor, seed: Tensor | None, rule: Dual
     ) -> None:
+        assert self.product is not None
         ids = self.ids.tolist()
         for id in sorted({id for id in ids if id >= 0}):
             first, count = ids.index(id), ids.count(id)

@@ -6,9 +6,10 @@ The same as kernels/wgrad_update.py, with the same random bits. Shapes: dY [M, N
 both states [N, K], contiguous; dY, X and w bf16, the states bf16 or 8-bit codes; K a multiple of
 256, N of 8.
 
-How the kernels are built is in kernels/hopper_ring.py. Here are the update of bf16 states, one slot
-for each chunk of 128 x 64, and the function that launches this kernel or, for 8-bit states, the one
-of kernels/wgrad_update_hopper_int8.py.
+How the kernels are built is in kernels/hopper_ring.py, and with two programs an SM in
+kernels/hopper_pair.py. Here are the update of bf16 states, by chunks of 64 columns, and the
+function that launches this kernel or, for 8-bit states, that of
+kernels/wgrad_update_hopper_int8.py.
 """
 
 from __future__ import annotations
@@ -24,11 +25,27 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from forge.kernels.hopper_pair import (
+    HALF,
+    PAIR_BK,
+    PAIR_BLOCKS,
+    PAIR_BM,
+    PAIR_BN,
+    PAIR_LAYOUTS,
+    PAIR_REGISTERS,
+    PAIR_SLOTS,
+    PART,
+    pair_loader,
+    pair_storer,
+    pieces,
+)
 from forge.kernels.hopper_ring import (
     BK,
     BLOCKS,
+    BM,
     BN,
     CHUNK,
+    DONES,
     GROUPS,
     LAYOUTS,
     PARTS,
@@ -38,17 +55,26 @@ from forge.kernels.hopper_ring import (
     chunk_views,
     gluon_function,
     halves,
+    load_scalars,
     loader,
     multiply,
     place,
+    row_halves,
     storer,
     thread_barrier,
     wait_for_launches_in_front,
+    wait_full,
     widen,
 )
 from forge.kernels.runtime import Dual
 from forge.kernels.target import Target
 from forge.kernels.wgrad_update_hopper_int8 import _wgrad_update_hopper_int8_kernel
+
+# Up to how many tokens two programs share an SM, with bf16 states and with codes. Measured at 512,
+# 1024 (both win) and 4096 (both lose): results/LOG.md.
+PAIR_TOKENS = (1024, 1024)
+# How much later the second programs of the SMs begin, ns a token: about half of a tile's time.
+PAIR_DELAY = 8
 
 # Two neighbours at a time: $0-2 the stored pairs of w and the states, $3-8 their fp32 values, $9-10
 # the element numbers, seeded. As rounding.py: one hash for both, add its upper half, keep the upper
@@ -91,21 +117,23 @@ def _stochastic_bf16(w, m, v, numbers):
 
 @gluon.jit
 def _update_chunk(
-    acc, c: gl.constexpr, base, pitch, it, n, seed, scalars, P, Q, full, done,
-    RULE: gl.constexpr, STOCHASTIC: gl.constexpr, smem: gl.constexpr, layout: gl.constexpr,
+    dw, wb, b0, b1, row: gl.constexpr, column: gl.constexpr, base, pitch, seed, scalars,
+    RULE: gl.constexpr, STOCHASTIC: gl.constexpr,
 ):  # fmt: skip
-    acc = gl.convert_layout(acc, layout, assert_trivial=True)
-    i = (it + c) % SLOTS
-    mbarrier.wait(full.index(i), ((it + c) // SLOTS) & 1)
-    wb, b0, b1 = chunk_views(P.index(i), Q.index(i), smem)
+    """Update w and both states in their slot, at ``row`` and ``column`` of the tile."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[wb.shape[0] // 16, 1], instr_shape=[16, CHUNK, 16]
+    )
+    dw = gl.convert_layout(dw, layout, assert_trivial=True)
     states = (widen(b0.load(layout)), widen(b1.load(layout)))
-    w, states = RULE(widen(wb.load(layout)), acc, states, scalars)
+    w, states = RULE(widen(wb.load(layout)), dw, states, scalars)
     if STOCHASTIC:
-        # base is a multiple of 256 and the column is below it: xor is the sum, and the compiler
-        # cannot reassociate it into one address register for every element.
-        rows = gl.arange(0, BN, layout=gl.SliceLayout(1, layout)) * pitch + base
-        columns = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, layout)) + c * CHUNK
-        numbers = (rows.to(gl.uint32) ^ seed)[:, None] ^ columns.to(gl.uint32)[None, :]
+        # base is a multiple of 128, or 256, and the column is below it: xor is the sum, and the
+        # compiler cannot reassociate it into one address register for every element.
+        rows = gl.arange(0, wb.shape[0], layout=gl.SliceLayout(1, layout)) + row
+        columns = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, layout)) + column
+        numbers = (rows * pitch + base).to(gl.uint32) ^ seed
+        numbers = numbers[:, None] ^ columns.to(gl.uint32)[None, :]
         w, m, v = _stochastic_bf16(w, states[0], states[1], numbers)
         wb.store(w)
         b0.store(m)
@@ -114,9 +142,6 @@ def _update_chunk(
         wb.store(w.to(gl.bfloat16))
         b0.store(states[0].to(gl.bfloat16))
         b1.store(states[1].to(gl.bfloat16))
-    fence_async_shared()
-    thread_barrier()
-    mbarrier.arrive(done.index((n + c) % SLOTS), count=1)
 
 
 @gluon.jit
@@ -125,13 +150,7 @@ def _math(
     SCALARS: gl.constexpr, RULE: gl.constexpr, STOCHASTIC: gl.constexpr,
     smem: gl.constexpr,
 ):  # fmt: skip
-    chunk: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, CHUNK, 16]
-    )
-    scalars = ()
-    for j in gl.static_range(SCALARS):
-        scalars = scalars + (gl.load(scalars_ptr + j),)
-    seed = gl.load(seed_ptr).to(gl.uint32)
+    scalars, seed = load_scalars(scalars_ptr, seed_ptr, SCALARS)
     it = 0
     n = 0
     for tile in range(gl.program_id(0), ends[GROUPS - 1], gl.num_programs(0)):
@@ -145,15 +164,51 @@ def _math(
         q2, q3 = halves(right)
         quarters = (q0, q1, q2, q3)
         for c in gl.static_range(PARTS):
+            i = wait_full(it + c, full)
+            wb, b0, b1 = chunk_views(P.index(i), Q.index(i), smem)
             _update_chunk(
-                quarters[c], c, base, pitch, it, n, seed, scalars, P, Q, full, done,
-                RULE, STOCHASTIC, smem, chunk,
-            )  # fmt: skip
+                quarters[c], wb, b0, b1, 0, c * CHUNK, base, pitch, seed, scalars, RULE, STOCHASTIC
+            )
+            fence_async_shared()
+            thread_barrier()
+            mbarrier.arrive(done.index((n + c) % DONES), count=1)
         it += PARTS
         n += PARTS
 
 
-_INTEGERS = [f"{name}{j}" for name in "eka" for j in range(GROUPS.value)] + ["M", "behind"]
+@gluon.jit
+def _pair_math(
+    P, Q, full, empty, done, ends, across, salts, M, scalars_ptr, seed_ptr,
+    SCALARS: gl.constexpr, RULE: gl.constexpr, STOCHASTIC: gl.constexpr,
+):  # fmt: skip
+    scalars, seed = load_scalars(scalars_ptr, seed_ptr, SCALARS)
+    it = 0
+    n = 0
+    for tile in range(gl.program_id(0), ends[GROUPS - 1], gl.num_programs(0)):
+        acc, it = multiply(it, M, P, Q, full, empty)
+        first, tk, salt = place(tile, ends, across, salts)
+        pitch = tk * PAIR_BK
+        base = (tile - first) // tk * PAIR_BN * pitch + (tile - first) % tk * PAIR_BK + salt
+        upper, lower = row_halves(acc)
+        for half in gl.static_range(2):
+            chunks = halves(lower if half else upper)
+            w = pieces(P, Q, wait_full(it, full))
+            m = pieces(P, Q, wait_full(it + 1, full))
+            v = pieces(P, Q, wait_full(it + 2, full))
+            for c in gl.static_range(2):
+                _update_chunk(
+                    chunks[c], w[c], m[c], v[c], half * HALF, c * CHUNK, base, pitch, seed, scalars,
+                    RULE, STOCHASTIC,
+                )  # fmt: skip
+            fence_async_shared()
+            thread_barrier()
+            mbarrier.arrive(done.index(n % DONES), count=1)
+            it += PART
+            n += 1
+
+
+_INTEGERS = [f"{name}{j}" for name in "eka" for j in range(GROUPS.value)]
+_INTEGERS += ["M", "behind", "delay"]
 
 
 @gluon.jit(do_not_specialize=_INTEGERS)
@@ -166,8 +221,8 @@ def _wgrad_update_hopper_kernel(
     e0, e1, e2, e3,  # tiles of all matrices up to and with this one
     k0, k1, k2, k3,  # tiles across a row of the matrix
     a0, a1, a2, a3,  # salts, multiples of 256
-    M, behind, scalars_ptr, seed_ptr,
-    SCALARS: gl.constexpr, RULE: gl.constexpr, STOCHASTIC: gl.constexpr,
+    M, behind, delay, scalars_ptr, seed_ptr,
+    SCALARS: gl.constexpr, RULE: gl.constexpr, STOCHASTIC: gl.constexpr, PAIR: gl.constexpr,
 ):  # fmt: skip
     begin(behind)
     dy = (dy0, dy1, dy2, dy3)
@@ -178,20 +233,37 @@ def _wgrad_update_hopper_kernel(
     ends = (e0, e1, e2, e3)
     across = (k0, k1, k2, k3)
     salts = (a0, a1, a2, a3)
-    P, Q, full, empty, done = allocate(dy0, x0)
     smem: gl.constexpr = w0.layout
-    gl.warp_specialize(
-        [
-            (_math, (
-                P, Q, full, empty, done, ends, across, salts, M, scalars_ptr, seed_ptr,
-                SCALARS, RULE, STOCHASTIC, smem,
-            )),
-            (loader, (dy, x, w, m, v, ends, across, M, P, Q, full, empty, False)),
-            (storer, (w, m, v, ends, across, M, P, Q, done, empty, False)),
-        ],
-        [1, 1],
-        [24, 24],
-    )  # fmt: skip
+    if PAIR:
+        P, Q, full, empty, done = allocate(PAIR_BM, PAIR_BN, PAIR_BK, PAIR_SLOTS, dy0, x0)
+        gl.warp_specialize(
+            [
+                (_pair_math, (
+                    P, Q, full, empty, done, ends, across, salts, M, scalars_ptr, seed_ptr,
+                    SCALARS, RULE, STOCHASTIC,
+                )),
+                (pair_loader, (
+                    dy, x, w, m, v, ends, across, M, delay, P, Q, full, empty, False,
+                )),
+                (pair_storer, (w, m, v, ends, across, M, P, Q, done, empty, False)),
+            ],
+            [1, 1],
+            [24, 24],
+        )  # fmt: skip
+    else:
+        P, Q, full, empty, done = allocate(BM, BN, BK, SLOTS, dy0, x0)
+        gl.warp_specialize(
+            [
+                (_math, (
+                    P, Q, full, empty, done, ends, across, salts, M, scalars_ptr, seed_ptr,
+                    SCALARS, RULE, STOCHASTIC, smem,
+                )),
+                (loader, (dy, x, w, m, v, ends, across, M, P, Q, full, empty, False)),
+                (storer, (w, m, v, ends, across, M, P, Q, done, empty, False)),
+            ],
+            [1, 1],
+            [24, 24],
+        )  # fmt: skip
     if behind != 0:
         wait_for_launches_in_front()
 
@@ -203,53 +275,69 @@ def wgrad_update_hopper(
     scalars: Tensor,
     seed: Tensor | None,
     rule: Dual,
+    pair: bool | None = None,
 ) -> None:
     """As :func:`forge.kernels.wgrad_update.wgrad_update`, for bf16 weights and two states.
 
     ``dys`` [M, N] and ``xs`` [M, K] are bf16, with rows aligned to 16 bytes, and have one M, at
     least 1; N is a multiple of 8, K of 256, and every salt of 256. The states of all targets are
     bf16; or int8 and uint8 codes, with exponents from an even address.
+
+    ``pair``: whether two programs share an SM, one updating while the other multiplies; by default
+    up to ``PAIR_TOKENS`` tokens, from which on the product, which then takes longer, decides.
     """
     device = targets[0].param.device
     sms = torch.cuda.get_device_properties(device).multi_processor_count
     codes = bool(targets[0].scales)
     kernel = _wgrad_update_hopper_int8_kernel if codes else _wgrad_update_hopper_kernel
+    tokens = dys[0].shape[0]
+    if pair is None:
+        pair = tokens <= PAIR_TOKENS[codes]
+    options = {"maxnreg": PAIR_REGISTERS} if pair else {}
     with torch.cuda.device(device):
         for start in range(0, len(targets), GROUPS.value):
             group = slice(start, start + GROUPS.value)
-            tiles, arguments = _arguments(dys[group], xs[group], targets[group])
-            kernel[(min(sms, tiles),)](
+            tiles, arguments = _arguments(dys[group], xs[group], targets[group], pair)
+            kernel[(min(2 * sms if pair else sms, tiles),)](
                 *arguments,
-                dys[0].shape[0],
+                tokens,
                 start,
+                # Programs that take the place of others are not in step anyway.
+                tokens * PAIR_DELAY if start == 0 else 0,
                 scalars,
                 seed if seed is not None else scalars,
                 SCALARS=scalars.numel(),
                 RULE=gluon_function(rule),
                 STOCHASTIC=seed is not None,
-                num_warps=8,
+                PAIR=pair,
+                num_warps=4 if pair else 8,
                 launch_pdl=True,
+                **options,
             )
 
 
 def _arguments(
-    dys: Sequence[Tensor], xs: Sequence[Tensor], targets: Sequence[Target]
+    dys: Sequence[Tensor], xs: Sequence[Tensor], targets: Sequence[Target], pair: bool
 ) -> tuple[int, list[Any]]:
     """Number of tiles; descriptors and geometry of each matrix, filled up to ``GROUPS``."""
+    blocks, layouts = (PAIR_BLOCKS, PAIR_LAYOUTS) if pair else (BLOCKS, LAYOUTS)
+    height, width = blocks[0][1], blocks[1][1]
     described, geometry, tiles = [], [], 0
     for dy, x, target in zip(dys, xs, targets, strict=True):
         rows, columns = target.param.shape
-        tiles += triton.cdiv(rows, BN.value) * (columns // BK.value)
-        # The kernel of codes also takes the height, and the exponents of two blocks as a number.
-        extra = (rows, *(s.view(torch.uint16) for s in target.scales)) if target.scales else ()
-        geometry.append((tiles, columns // BK.value, target.salt, *extra))
+        tiles += triton.cdiv(rows, height) * (columns // width)
+        # The kernel of codes also takes the height, and the exponents of a row of a tile as a
+        # number.
+        exponents = [s if pair else s.view(torch.uint16) for s in target.scales]
+        extra = (rows, *exponents) if target.scales else ()
+        geometry.append((tiles, columns // width, target.salt, *extra))
         # Two codes are copied as one number of 16 bits.
         states = [s.view(torch.bfloat16) for s in target.states]
         described.append(
             [
                 TensorDescriptor.from_tensor(t, block, layout)
                 for t, block, layout in zip(
-                    (dy, x, target.param, *states), BLOCKS, LAYOUTS, strict=True
+                    (dy, x, target.param, *states), blocks, layouts, strict=True
                 )
             ]
         )

@@ -7,6 +7,7 @@ A script, not a test: kernels must be imported outside Triton's interpreter, whi
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import subprocess
@@ -28,12 +29,13 @@ from forge.kernels import (
     attention_tiles,
     column_sum,
     gated_hopper,
-    gated_hopper_pair,
+    gated_hopper_cluster,
+    hopper_pair,
     hopper_ring,
     linear_auto,
     linear_cross_entropy,
     linear_hopper,
-    linear_hopper_pair,
+    linear_hopper_cluster,
     qk_norm_rope,
     qk_norm_rope_backward,
     rms_norm,
@@ -372,31 +374,38 @@ def attention_kernels() -> dict[str, dict[str, int]]:
     return found
 
 
-def hopper_kernel(rule: Any, stochastic: bool, states: str = "bf16") -> dict[str, int]:
+def hopper_kernel(
+    rule: Any, stochastic: bool, states: str = "bf16", pair: bool = False
+) -> dict[str, int]:
     count = hopper_ring.GROUPS.value
     constants = dict(
         SCALARS=rule.scalar_count,
         RULE=hopper_ring.gluon_function(rule.update),
         STOCHASTIC=stochastic,
+        PAIR=pair,
     )
+    blocks, layouts = hopper_ring.BLOCKS, hopper_ring.LAYOUTS
+    if pair:
+        blocks, layouts = hopper_pair.PAIR_BLOCKS, hopper_pair.PAIR_LAYOUTS
     if states == "int8":
         kernel = wgrad_update_hopper_int8._wgrad_update_hopper_int8_kernel
     else:
         kernel = wgrad_update_hopper._wgrad_update_hopper_kernel
     names = kernel.arg_names
     types = {"scalars_ptr": "*fp32", "seed_ptr": "*i32"} | dict.fromkeys(constants, "constexpr")
-    types |= {f"{prefix}{j}": "*u16" for prefix in ("sm", "sv") for j in range(count)}
+    exponents = "*u8" if pair else "*u16"
+    types |= {f"{prefix}{j}": exponents for prefix in ("sm", "sv") for j in range(count)}
     for i, prefix in enumerate(("dy", "x", "w", "m", "v")):
         for j in range(count):
-            block, layout = hopper_ring.BLOCKS[i], hopper_ring.LAYOUTS[i]
-            types[f"{prefix}{j}"] = f"tensordesc<bf16{block},{layout!r}>"
+            types[f"{prefix}{j}"] = f"tensordesc<bf16{blocks[i]},{layouts[i]!r}>"
     source = GluonASTSource(
         fn=kernel,
         signature={n: types.get(n, "i32") for n in names},
         constexprs={(names.index(n),): value for n, value in constants.items()},
         attrs={},
     )
-    return usage(source, dict(num_warps=8, launch_pdl=True))
+    options = {"maxnreg": hopper_pair.PAIR_REGISTERS} if pair else {}
+    return usage(source, dict(num_warps=4 if pair else 8, launch_pdl=True, **options))
 
 
 def product_kernel(
@@ -424,7 +433,7 @@ def product_kernel(
     found = usage(source, options)
     if options["num_ctas"] == 2:
         ptx = triton.compile(source, target=GPU, options=options).asm["ptx"]
-        found["placed"] = linear_hopper_pair.is_placed(
+        found["placed"] = linear_hopper_cluster.is_placed(
             ptx, kernel.__name__, columns, constants["SLOTS"], more
         )
     return found
@@ -446,31 +455,31 @@ def product_kernels() -> dict[str, dict[str, int]]:
                     DX=dx,
                     PREFETCH=prefetch,
                 )
-            for columns, slots in ((128, 6), (256, 4)) if linear_hopper.PAIRS else ():
-                name = f"linear_hopper {'dx' if dx else 'y'} {columns} {slots} pair{last}"
+            for columns, slots in ((128, 6), (256, 4)) if linear_hopper.CLUSTERS else ():
+                name = f"linear_hopper {'dx' if dx else 'y'} {columns} {slots} cluster{last}"
                 found[name] = product_kernel(
-                    linear_hopper_pair._linear_pair_kernel,
-                    linear_hopper_pair.blocks(linear_auto.Tile(columns, slots), dx),
-                    linear_hopper_pair.layouts(),
+                    linear_hopper_cluster._linear_cluster_kernel,
+                    linear_hopper_cluster.blocks(linear_auto.Tile(columns, slots), dx),
+                    linear_hopper_cluster.layouts(),
                     columns,
                     SLOTS=slots,
                     DX=dx,
                     PREFETCH=prefetch,
                 )
         constants = dict(SLOTS=gated_hopper.SLOTS, PREFETCH=prefetch)
-        pairs = gated_hopper_pair
+        clusters = gated_hopper_cluster
         for dx, name, columns in ((False, "gate_up", 256), (True, "down_dx", 128)):
             kernel = gated_hopper._down_dx_kernel if dx else gated_hopper._gate_up_kernel
             blocks = gated_hopper.BACKWARD_BLOCKS if dx else gated_hopper.FORWARD_BLOCKS
             name = f"linear_hopper {name} {columns} {gated_hopper.SLOTS}"
             found[name + last] = product_kernel(kernel, blocks, **constants)
-            if linear_hopper.PAIRS:
-                found[f"{name} pair{last}"] = product_kernel(
-                    pairs._down_dx_pair_kernel if dx else pairs._gate_up_pair_kernel,
-                    pairs.BACKWARD_BLOCKS if dx else pairs.FORWARD_BLOCKS,
-                    pairs.layouts(dx),
+            if linear_hopper.CLUSTERS:
+                found[f"{name} cluster{last}"] = product_kernel(
+                    clusters._down_dx_cluster_kernel if dx else clusters._gate_up_cluster_kernel,
+                    clusters.BACKWARD_BLOCKS if dx else clusters.FORWARD_BLOCKS,
+                    clusters.layouts(dx),
                     columns,
-                    pairs.G_BYTES.value if dx else 0,
+                    clusters.G_BYTES.value if dx else 0,
                     **constants,
                 )
     return found
@@ -497,10 +506,12 @@ def main() -> None:
                 wgrad_update._wgrad_update_kernel, rule, constants, options, states
             )
         if len(rule.states) == 2 and hopper:
-            for stochastic in (True, False):
-                name = f"wgrad_update_hopper {rule.name} {'stochastic' * stochastic}".strip()
-                found[name] = hopper_kernel(rule, stochastic)
-            found[f"wgrad_update_hopper {rule.name} int8"] = hopper_kernel(rule, True, "int8")
+            for stochastic, pair in itertools.product((True, False), (False, True)):
+                name = f"{'stochastic ' * stochastic}{'pair ' * pair}{rule.name}"
+                found[f"wgrad_update_hopper {name}"] = hopper_kernel(rule, stochastic, "bf16", pair)
+            for pair in (False, True):
+                name = f"wgrad_update_hopper {'pair ' * pair}{rule.name} int8"
+                found[name] = hopper_kernel(rule, True, "int8", pair)
     print(json.dumps(found))
 
 

@@ -145,7 +145,8 @@ def test_decode(signed):
     with np.errstate(all="ignore"):
         offset = scale * np.float32(-(2.0 ** (-15 if signed else -31)))
     text = ptx.DECODE_SIGNED if signed else ptx.DECODE_UNSIGNED
-    got = interleave(*run(text, 2, even | odd << 8, scale, offset), np.float32)
+    shift = np.full_like(even, 2**20)
+    got = interleave(*run(text, 2, even | odd << 8, scale, offset, shift), np.float32)
     both_nan = got.isnan() & want.isnan()
     assert torch.equal(got.view(torch.int32)[~both_nan], want.view(torch.int32)[~both_nan])
     assert both_nan[-1].all() and not both_nan[:-1].any()
@@ -185,7 +186,8 @@ def test_encode(stochastic):
     (h,) = run(ptx.HASH, 1, pairs(numbers ^ seed)[0])
     assert np.array_equal(h.view(np.int32), pairs(random)[0])
     text = ptx.ENCODE_STOCHASTIC if stochastic else ptx.ENCODE_NEAREST
-    for got, codes in zip(run(text, 2, *pairs(m), *pairs(v), *inverses, h), want, strict=True):
+    inputs = (*pairs(m), *pairs(v), *inverses, h, np.full_like(h, 0x80))
+    for got, codes in zip(run(text, 2, *inputs), want, strict=True):
         even, odd = pairs(codes)
         assert np.array_equal(got & 0xFFFF, (even | odd << 8).view(np.uint32))
     assert (want[1][v > 0] > 0).all() and (want[1][v == 0] == 0).all()

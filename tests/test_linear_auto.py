@@ -43,13 +43,13 @@ def linear_hopper_dx(dy, weight, *, parts=False, prefetch=False):
     return linear("dx", dy, weight, parts, prefetch)
 
 
-def gate_up_hopper(x, weight, *, prefetch=False, pair=False):
+def gate_up_hopper(x, weight, *, prefetch=False, cluster=False):
     calls.append(("gate_up", tuple(weight.shape), prefetch))
     gate_up = x @ weight.t()
     return gate_up, swiglu_reference(*gate_up.chunk(2, -1))
 
 
-def down_dx_hopper(dy, weight, gate_up, grad, *, prefetch=False, pair=False):
+def down_dx_hopper(dy, weight, gate_up, grad, *, prefetch=False, cluster=False):
     calls.append(("down_dx", tuple(weight.shape), prefetch))
     with torch.enable_grad():
         leaf = gate_up.clone().requires_grad_()
@@ -224,9 +224,9 @@ def test_nothing_changes_without_a_hopper_gpu():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("pair", [False, True])
+@pytest.mark.parametrize("cluster", [False, True])
 @pytest.mark.parametrize("graph", [False, True])
-def test_a_model_trains_the_same_on_a_gpu(monkeypatch, pair, graph):
+def test_a_model_trains_the_same_on_a_gpu(monkeypatch, cluster, graph):
     """Layers of Qwen3-0.6B, eager and captured: the same losses but for roundings."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a Hopper GPU")
@@ -236,7 +236,7 @@ def test_a_model_trains_the_same_on_a_gpu(monkeypatch, pair, graph):
         monkeypatch.setattr(linear_auto, "HOPPER", hopper)
         for table in ("FORWARD", "BACKWARD"):
             tiles = getattr(linear_auto, table).items()
-            changed = {s: t._replace(pair=pair and t.columns > 64) for s, t in tiles}
+            changed = {s: t._replace(cluster=cluster and t.columns > 64) for s, t in tiles}
             monkeypatch.setattr(linear_auto, table, changed)
         torch.manual_seed(0)
         config = Qwen3Config(

@@ -77,12 +77,12 @@ def test_products(form, shape, tokens, prefetch, hopper):
 @pytest.mark.parametrize("shape", [(8, 8), (1000, 520), (72, 136), (264, 1032)])
 @pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize("columns", [64, 128, 256])
-@pytest.mark.parametrize("pair", [False, True])
-def test_ragged_widths(form, shape, parts, columns, pair, hopper):
+@pytest.mark.parametrize("cluster", [False, True])
+def test_ragged_widths(form, shape, parts, columns, cluster, hopper):
     """Terms and columns that fill neither slots nor tiles; parts of fewer terms, and of none."""
-    if pair and (columns == 64 or not hopper.PAIRS):
+    if cluster and (columns == 64 or not hopper.CLUSTERS):
         pytest.skip("no pairs")
-    tile = Tile(columns, 4, parts, pair=pair)
+    tile = Tile(columns, 4, parts, cluster=cluster)
     a, w = operands(form, shape, 200, pad=8)
     got = hopper.launch(a, w, form == "dx", tile, True)
     assert got.shape[0] == parts and got.isfinite().all()
@@ -95,10 +95,10 @@ def test_ragged_widths(form, shape, parts, columns, pair, hopper):
 @pytest.mark.parametrize(("form", "shape"), FORMS)
 @pytest.mark.parametrize("tokens", [1, 129, 512, 700])
 @pytest.mark.parametrize("columns", [128, 256])
-def test_pairs(form, shape, tokens, columns, hopper):
-    if not hopper.PAIRS:
+def test_clusters(form, shape, tokens, columns, hopper):
+    if not hopper.CLUSTERS:
         pytest.skip("written for another version of Triton")
-    tile = Tile(columns, 6 if columns == 128 else 4, pair=True)
+    tile = Tile(columns, 6 if columns == 128 else 4, cluster=True)
     a, w = operands(form, shape, tokens)
     for prefetch in (False, True):
         (got,) = hopper.launch(a, w, form == "dx", tile, prefetch)
@@ -163,10 +163,10 @@ SHAPES = [(1, 256, 64), (130, 384, 1000), (512, 3072, 1024)]  # tokens, F, K
 @pytest.mark.gpu
 @pytest.mark.parametrize(("tokens", "width", "terms"), SHAPES)
 @pytest.mark.parametrize("prefetch", [False, True])
-@pytest.mark.parametrize("pair", [False, True])
-def test_gate_up(tokens, width, terms, prefetch, pair, gated):
+@pytest.mark.parametrize("cluster", [False, True])
+def test_gate_up(tokens, width, terms, prefetch, cluster, gated):
     x, w = operands("y", (2 * width, terms), tokens, pad=8)
-    gate_up, act = gated.gate_up_hopper(x, w, prefetch=prefetch, pair=pair)
+    gate_up, act = gated.gate_up_hopper(x, w, prefetch=prefetch, cluster=cluster)
     close(gate_up, wanted("y", x, w), 1)
     close(act, swiglu_reference(*gate_up.double().chunk(2, 1)), 1)
 
@@ -174,8 +174,8 @@ def test_gate_up(tokens, width, terms, prefetch, pair, gated):
 @pytest.mark.gpu
 @pytest.mark.parametrize(("tokens", "width", "terms"), SHAPES)
 @pytest.mark.parametrize("in_place", [False, True])
-@pytest.mark.parametrize("pair", [False, True])
-def test_down_dx(tokens, width, terms, in_place, pair, gated):
+@pytest.mark.parametrize("cluster", [False, True])
+def test_down_dx(tokens, width, terms, in_place, cluster, gated):
     dy, w = operands("dx", (terms, width), tokens, pad=8)
     gate_up = 3 * torch.randn(tokens, 2 * width, device="cuda", dtype=torch.bfloat16)
     gate_up[0, 0], gate_up[0, 1] = 200.0, -200.0  # exp overflows
@@ -183,7 +183,7 @@ def test_down_dx(tokens, width, terms, in_place, pair, gated):
     want = swiglu_reference(*truth.chunk(2, 1))
     want.backward(wanted("dx", dy, w))
     grad = gate_up if in_place else torch.full_like(gate_up, float("nan"))
-    act = gated.down_dx_hopper(dy, w, gate_up, grad, prefetch=in_place, pair=pair)
+    act = gated.down_dx_hopper(dy, w, gate_up, grad, prefetch=in_place, cluster=cluster)
     close(act, want.detach(), 1)
     close(grad, truth.grad, 1)
 

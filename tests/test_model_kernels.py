@@ -299,7 +299,7 @@ def test_linear_cross_entropy(device, dtype, chunk, count, tokens, columns, voca
         [hidden, weight],
         device,
         # The logits' gradient exists before the loss's arrives, which scales the products.
-        roundings=1e-3 if dtype == torch.bfloat16 and chunk is None else 0.0,
+        roundings=1e-3 if dtype == torch.bfloat16 else 0.0,
     )
 
 
@@ -355,23 +355,43 @@ def test_labels_with_strides(device):
     torch.testing.assert_close(found.cpu(), plain_head(hidden, weight, labels))
 
 
-def test_factors_of_the_head(device):
+@pytest.mark.parametrize("chunk", [None, 40, 99])
+def test_factors_of_the_head(device, chunk):
     hidden, weight, labels = head_case(9, 16, 99, torch.float32)
     hidden, weight = (t.to(device).requires_grad_() for t in (hidden, weight))
-    taken = []
+    taken = torch.full_like(weight, float("nan"))
+    seen = []
 
-    def collect(x, dy):
-        taken.append(dy.t() @ x)
+    def collect(x, dy, rows):
+        seen.append(rows)
+        taken[slice(*rows or (0, 99))] = dy.t() @ x
         return True
 
-    loss = linear_cross_entropy(hidden, weight, labels.to(device), collect=collect) * 3
+    head = dict(chunk=chunk, collect=collect)
+    loss = linear_cross_entropy(hidden, weight, labels.to(device), **head) * 3
     if not runtime.runs_triton(hidden):
         pytest.skip("plain autograd on a CPU")
-    loss.backward()
+    loss.backward(retain_graph=True)
+    assert seen == ([(59, 99), (19, 59), (0, 19)] if chunk == 40 else [None])
     assert weight.grad is None
     truth = weight.detach().clone().requires_grad_()
     (plain_head(hidden.detach(), truth, labels.to(device)) * 3).backward()
-    torch.testing.assert_close(taken[0], truth.grad, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(taken, truth.grad, rtol=1e-4, atol=1e-5)
+    once = hidden.grad.clone()
+    loss.backward()  # what was kept is formed again
+    torch.testing.assert_close(hidden.grad, 2 * once)
+    torch.testing.assert_close(taken, truth.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_factors_that_nobody_takes(device, dtype):
+    hidden, weight, labels = head_case(9, 16, 99, dtype)
+    hidden, weight = (t.to(device).requires_grad_() for t in (hidden, weight))
+    head = dict(chunk=40, collect=lambda *_: False)
+    linear_cross_entropy(hidden, weight, labels.to(device), **head).backward()
+    truth = weight.detach().float().requires_grad_()
+    plain_head(hidden.detach().float(), truth, labels.to(device)).backward()
+    torch.testing.assert_close(weight.grad.float(), truth.grad, rtol=2e-3, atol=2e-3)
 
 
 @pytest.mark.parametrize("taken", [True, False])

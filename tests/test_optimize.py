@@ -13,10 +13,12 @@ from torch.utils.checkpoint import checkpoint
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import forge
+import forge.qwen3
 from forge import ForgeAdamW, ForgeSGD
 from forge.deferred import AppliedGradient
 from forge.kernels import runtime
 from forge.packed_linear import packed_linear, packed_view
+from forge.tied import SplitUpdate
 
 VOCAB = 199
 
@@ -284,7 +286,7 @@ def test_tied_weight_in_the_interpreter(interpreter, monkeypatch):
     slot = optimizer._slots[[s.param is weight for s in optimizer._slots].index(True)]
     seen = []
     collect = slot.collect
-    slot.collect = lambda x, dy: seen.append(tuple(dy.shape)) or collect(x, dy)  # type: ignore[method-assign]
+    slot.collect = lambda x, dy, *rows: seen.append(tuple(dy.shape)) or collect(x, dy)  # type: ignore[method-assign]
     ours(**inputs).loss.backward()
     assert seen == [(10, VOCAB), (2, 5)] and isinstance(weight.grad, AppliedGradient)
     moved = {n: before[n] - p.detach() for n, p in ours.named_parameters()}
@@ -407,13 +409,52 @@ def test_logits_in_training():
 
 
 def test_large_logits_are_formed_in_slices(interpreter, monkeypatch):
-    from forge import qwen3
-
-    monkeypatch.setattr(qwen3, "LOGITS_BYTES", 1)
-    monkeypatch.setattr(qwen3, "SLICE_BYTES", 1)
+    monkeypatch.setattr(forge.qwen3, "LOGITS_BYTES", 1)
+    monkeypatch.setattr(forge.qwen3, "SLICE_BYTES", 1)
     inputs = batch(5)
     changes = dict(num_hidden_layers=1)
     same(gradients(forge.optimize(make(**changes)), **inputs), gradients(make(**changes), **inputs))
+
+
+def close_after(ours, plain, lr):
+    """Adam divides small numbers by small ones."""
+    for (name, p), q in zip(ours.named_parameters(), plain.named_parameters(), strict=True):
+        assert (p - q[1]).abs().max() < 0.02 * lr and (p - q[1]).abs().mean() < 1e-3 * lr, name
+
+
+def test_slices_are_handed_to_the_optimizer(interpreter, monkeypatch):
+    """As a capture does it: rows of the tied weight are updated slice by slice."""
+    monkeypatch.setattr(forge.qwen3, "CAPTURED_LOGITS_BYTES", 1)
+    ours, plain = forge.optimize(make(num_hidden_layers=1)), make(num_hidden_layers=1)
+    optimizer, reference = ForgeAdamW(ours, lr=1e-2), torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    (slot,) = [slot for slot in optimizer._slots if slot.shared]
+    start, firsts = optimizer._queue.start_split, []
+
+    def started(*args):
+        firsts.append(args[3])
+        return start(slot, *args)
+
+    slot.split = SplitUpdate(slot.name, started)
+    ours(**batch(5)).loss.backward()
+    plain(**batch(5)).loss.backward()
+    optimizer.step(), reference.step()
+    assert firsts == [VOCAB - 128, 0]
+    close_after(ours, plain, 1e-2)
+
+
+@pytest.mark.gpu
+def test_slices_in_a_captured_step(monkeypatch):
+    monkeypatch.setattr(forge.qwen3, "CAPTURED_LOGITS_BYTES", 1)
+    ours, plain = forge.optimize(make().cuda()), make().cuda()
+    optimizer, reference = ForgeAdamW(ours, lr=1e-3), torch.optim.AdamW(plain.parameters(), lr=1e-3)
+    step = forge.TrainStep(ours, optimizer)
+    for seed in range(4):
+        inputs = {name: t.cuda() for name, t in batch(seed=seed).items()}
+        loss, found = plain(**inputs).loss, step(**inputs)
+        torch.testing.assert_close(found, loss.detach(), rtol=1e-4, atol=1e-4)
+        loss.backward()
+        reference.step(), reference.zero_grad()
+    close_after(ours, plain, 1e-3)
 
 
 def test_checkpoints(tmp_path):

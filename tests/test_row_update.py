@@ -105,6 +105,7 @@ def test_stores_the_bits_that_the_whole_gradient_gives(device, what, dtype, stat
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("slices", [1, 2, 3])
 @pytest.mark.parametrize("counted", [sort_ids.COUNTED, 0], ids=["counted", "sorted"])
 @pytest.mark.parametrize("columns", [C, 300, 1100])
 @pytest.mark.parametrize(
@@ -112,21 +113,26 @@ def test_stores_the_bits_that_the_whole_gradient_gives(device, what, dtype, stat
     [(torch.float32, "same"), (torch.bfloat16, "same"), (torch.bfloat16, "int8")],
 )
 def test_rows_apart_store_the_bits_of_one_update(
-    device, dtype, states, columns, counted, monkeypatch
+    device, dtype, states, columns, counted, slices, monkeypatch
 ):
     """The whole from the product first, the looked-up rows once more when theirs is known."""
     monkeypatch.setattr(sort_ids, "COUNTED", counted)
     ids = repeated_ids(device)
     make = dict(device=device, dtype=dtype)
-    tokens = ids.numel()
+    tokens = ids.numel() + (slices - 2)  # of the head: fewer or more than are looked up
     dy = whole_numbers(tokens, V, **make)
     x, rows = (whole_numbers(*shape, columns, **make) for shape in ([tokens], ids.shape))
     ours = make_target(device, dtype, states, columns)
     wanted = clone(ours)
     seed = torch.tensor(7, dtype=torch.int32, device=device)
     arguments = (scalars(device), seed, ADAMW.update)
-    apart = RowsApart(ids, dy, x, ours)
-    row_update([dy], [x], ours, *arguments)
+    apart = RowsApart(ids, ours)
+    size = -(-V // slices)
+    for end in range(V, 0, -size):
+        first = max(0, end - size)
+        part = dy[:, first:end].clone()
+        apart.keep(x, part, first)
+        row_update([part], [x], ours.rows(first, end), *arguments)
     apart.update(rows, *arguments)
     row_update([dy, ids], [x, rows], wanted, *arguments)
     for a, b in zip(stored(ours), stored(wanted), strict=True):
@@ -178,7 +184,7 @@ def test_rows_are_kept_by_one_kernel_and_a_product(monkeypatch):
         raising=False,
     )
     with Names():
-        RowsApart(ids, dy, x, target)
+        RowsApart(ids, target).keep(x, dy)
     work = [n for n in ran if n not in ("empty", "empty_like", "new_empty", "view", "t", "detach")]
     assert "mm" in work and not {"sort", "index_select", "clamp", "gather"} & set(work)
     assert len(launches) == 1

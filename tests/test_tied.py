@@ -25,10 +25,10 @@ class Net(nn.Module):
         self.head = nn.Linear(columns, entries, bias=False)
         self.head.weight = self.embed.weight
 
-    def forward(self, ids):
+    def forward(self, ids, tokens=None):
         h = self.embed(ids)
-        logits = self.head(h + torch.tanh(self.mix(h)))
-        return F.cross_entropy(logits.float(), ids, reduction="sum")
+        logits = self.head((h + torch.tanh(self.mix(h)))[:tokens])
+        return F.cross_entropy(logits.float(), ids[:tokens], reduction="sum")
 
     loss = forward
 
@@ -96,6 +96,59 @@ def test_the_logits_gradient_is_used_up_at_once():
     ours[0].mix.weight.register_hook(lambda grad: seen.append(list(slot.factors)))
     Net.loss(ours[0], ids_of("cpu", 12)).backward()
     assert slot.split.apart is not None and seen == [[]]
+
+
+@pytest.mark.parametrize("tokens", [5, 16])
+def test_slices_of_the_head(device, tokens):
+    """From the last rows to the first, each used up at once; of fewer tokens than ids too."""
+    ours, plain = pair(device)
+    net, optimizer = ours
+    for ids in (ids_of(device, 16), ids_of(device, 16, 5)):
+        train(*plain, lambda net, ids: Net.loss(net, ids, tokens), ids)
+        slot = split(optimizer)
+        loss = sliced_loss(net, slot, ids, tokens, 23)
+        loss.backward()
+        assert slot.split.apart is not None
+        optimizer.step(), optimizer.zero_grad()
+        slot.split = None
+    assert_same(ours[0], plain[0], 2)
+
+
+def sliced_loss(net, slot, ids, tokens, size):
+    h = net.embed(ids)
+    hidden = (h + torch.tanh(net.mix(h)))[:tokens]
+    head = Sliced.apply(hidden, net.head.weight, slot, size)
+    return F.cross_entropy(head, ids[:tokens], reduction="sum")
+
+
+class Sliced(torch.autograd.Function):
+    """A head that hands over a slice of its factors at a time."""
+
+    @staticmethod
+    def forward(ctx, x, weight, slot, size):
+        ctx.save_for_backward(x, weight)
+        ctx.slot, ctx.size = slot, size
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight = ctx.saved_tensors
+        dx = dy @ weight
+        for end in range(V, 0, -ctx.size):
+            first = max(0, end - ctx.size)
+            assert ctx.slot.collect(x, dy[:, first:end], (first, end))
+        return dx, None, None, None
+
+
+def test_a_slice_that_is_left_out_is_noticed(monkeypatch):
+    (net, optimizer), _ = pair()
+    slot = split(optimizer)
+    collect = slot.collect
+    monkeypatch.setattr(
+        slot, "collect", lambda x, dy, rows=(1, V): rows[0] == 0 or collect(x, dy, rows)
+    )
+    with pytest.raises(RuntimeError, match="'embed.weight' is used by more than one"):
+        sliced_loss(net, slot, ids_of("cpu", 6), 6, 23).backward()
 
 
 def test_an_output_that_does_not_count():

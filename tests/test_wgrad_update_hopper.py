@@ -32,6 +32,10 @@ def clone(t):
     return Target(t.param.clone(), [s.clone() for s in t.states], t.salt)
 
 
+both_kinds = pytest.mark.parametrize("pair", [False, True], ids=["one", "pair"])
+
+
+@both_kinds
 @pytest.mark.parametrize("rule", [ADAMW, NADAM, RADAM], ids=lambda r: r.name)
 @pytest.mark.parametrize("tokens", [1, 63, 64, 129, 512])
 @pytest.mark.parametrize(
@@ -39,7 +43,7 @@ def clone(t):
     [[(2048, 1024), (1024, 1024), (1024, 2048), (3072, 1024)], [(1000, 512), (8, 256), (136, 768)]],
 )
 @pytest.mark.parametrize("stochastic", [True, False])
-def test_same_bits_as_the_reference(rule, tokens, shapes, stochastic):
+def test_same_bits_as_the_reference(rule, tokens, shapes, stochastic, pair):
     from forge.kernels.wgrad_update_hopper import wgrad_update_hopper
 
     ours = [target(shape, 256 * (i + 5)) for i, shape in enumerate(shapes)]
@@ -48,7 +52,7 @@ def test_same_bits_as_the_reference(rule, tokens, shapes, stochastic):
     xs = [torch.randn(tokens, k, device="cuda", dtype=torch.bfloat16) for _, k in shapes]
     scalars = torch.linspace(1e-3, 2e-3, rule.scalar_count, device="cuda")
     seed = torch.tensor(-123456, dtype=torch.int32, device="cuda") if stochastic else None
-    wgrad_update_hopper(dys, xs, ours, scalars, seed, rule.update)
+    wgrad_update_hopper(dys, xs, ours, scalars, seed, rule.update, pair)
     for dy, x, mine, theirs in zip(dys, xs, ours, wanted, strict=True):
         wgrad_update_reference(dy, x, theirs, scalars, seed, rule.update)
         pairs = zip((mine.param, *mine.states), (theirs.param, *theirs.states), strict=True)
@@ -105,10 +109,11 @@ CODED_SHAPES = [
 ]
 
 
+@both_kinds
 @pytest.mark.parametrize("rule", [ADAMW, NADAM], ids=lambda r: r.name)
 @pytest.mark.parametrize("tokens", [1, 129, 512, 4096])
 @pytest.mark.parametrize("shapes", CODED_SHAPES)
-def test_codes_as_apply_rule_writes_them(rule, tokens, shapes):
+def test_codes_as_apply_rule_writes_them(rule, tokens, shapes, pair):
     from forge.kernels.wgrad_update_hopper import wgrad_update_hopper
 
     ours = [coded(shape, 256 * (i + 5)) for i, shape in enumerate(shapes)]
@@ -119,7 +124,7 @@ def test_codes_as_apply_rule_writes_them(rule, tokens, shapes):
     seed = torch.tensor(-123456, dtype=torch.int32, device="cuda")
     grads = [dy.float().t() @ x.float() for dy, x in zip(dys, xs, strict=True)]
     for _ in range(2):
-        wgrad_update_hopper(dys, xs, ours, scalars, seed, rule.update)
+        wgrad_update_hopper(dys, xs, ours, scalars, seed, rule.update, pair)
         apply_rule(grads, wanted, scalars, seed, rule.update)
         for i, (mine, theirs) in enumerate(zip(ours, wanted, strict=True)):
             compare_coded(mine, theirs, (i, shapes[i]))
@@ -131,7 +136,8 @@ def test_codes_as_apply_rule_writes_them(rule, tokens, shapes):
                 part.copy_(other)
 
 
-def test_an_exact_gradient_gives_the_same_bits():
+@both_kinds
+def test_an_exact_gradient_gives_the_same_bits(pair):
     """Small whole numbers: sums are exact in any order, so nothing may differ."""
     from forge.kernels.wgrad_update_hopper import wgrad_update_hopper
 
@@ -142,7 +148,7 @@ def test_an_exact_gradient_gives_the_same_bits():
     xs = [torch.randint(-4, 5, (129, k), device="cuda").bfloat16() for _, k in shapes]
     scalars = torch.tensor([1e-4, 1e-2, 0.1, 1e-3, 1.0, 1e-8], device="cuda")
     seed = torch.tensor(77, dtype=torch.int32, device="cuda")
-    wgrad_update_hopper(dys, xs, ours, scalars, seed, ADAMW.update)
+    wgrad_update_hopper(dys, xs, ours, scalars, seed, ADAMW.update, pair)
     grads = [dy.float().t() @ x.float() for dy, x in zip(dys, xs, strict=True)]
     apply_rule(grads, wanted, scalars, seed, ADAMW.update)
     for mine, theirs in zip(ours, wanted, strict=True):
@@ -154,7 +160,8 @@ def test_an_exact_gradient_gives_the_same_bits():
         assert (mine.param != theirs.param).float().mean() < 1e-3
 
 
-def test_a_nan_turns_its_block_into_nan():
+@both_kinds
+def test_a_nan_turns_its_block_into_nan(pair):
     from forge.kernels.wgrad_update_hopper import wgrad_update_hopper
 
     t = coded((256, 512), 0)
@@ -164,7 +171,7 @@ def test_a_nan_turns_its_block_into_nan():
     x[0, 300] = float("nan")
     scalars = torch.tensor([1e-4, 1e-2, 0.1, 1e-3, 1.0, 1e-8], device="cuda")
     seed = torch.tensor(77, dtype=torch.int32, device="cuda")
-    wgrad_update_hopper([dy], [x], [t], scalars, seed, ADAMW.update)
+    wgrad_update_hopper([dy], [x], [t], scalars, seed, ADAMW.update, pair)
     # Zero times NaN: every row sees it, in column 300.
     for code, scale in zip(t.states, t.scales, strict=True):
         values = decode_reference(code, scale)

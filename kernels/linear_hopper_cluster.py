@@ -60,7 +60,7 @@ mov.b64 map, KERNEL_param_5; cvta.param.u64 map, map;
 @q cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [slot], [map, {$3, $4}], [bar], both;
 mov.u32 $0, 0;
 }"""  # noqa: E501
-_LOAD_HALF = multicast_by("_linear_pair_kernel")
+_LOAD_HALF = multicast_by("_linear_cluster_kernel")
 # $1 offset of a barrier, $2 whether. Not released to the cluster, for which the compiler fences all
 # memory: it tells that tensor cores have read a slot, and nothing was written.
 _ARRIVE_AT_OTHER = gl.constexpr("""{
@@ -125,7 +125,7 @@ def rank_of():
 
 
 @gluon.jit
-def pair_ring(x, w, SLOTS: gl.constexpr, BN: gl.constexpr, DX: gl.constexpr):
+def cluster_ring(x, w, SLOTS: gl.constexpr, BN: gl.constexpr, DX: gl.constexpr):
     """Slots for x and all of W, and their barriers, which both programs have made."""
     BM: gl.constexpr = x.block_shape[0]
     BK: gl.constexpr = x.block_shape[1]
@@ -170,7 +170,7 @@ def load_first_halves(
 
 
 @gluon.jit
-def multiply_pair(
+def multiply_cluster(
     x, row, half, term, steps, X, W, full, empty,
     MORE: gl.constexpr, DX: gl.constexpr, LOAD: gl.constexpr,
 ):  # fmt: skip
@@ -216,7 +216,7 @@ def multiply_pair(
 
 
 @gluon.jit(do_not_specialize=["steps", "part_steps", "part_rows"])
-def _linear_pair_kernel(
+def _linear_cluster_kernel(
     x, w, y, steps, part_steps, part_rows,
     SLOTS: gl.constexpr, DX: gl.constexpr, PREFETCH: gl.constexpr,
 ):  # fmt: skip
@@ -229,7 +229,7 @@ def _linear_pair_kernel(
     first = gl.program_id(2) * part_steps
     term = first * x.block_shape[1]
     count = gl.minimum(steps - first, part_steps)  # none or fewer, if the last parts have none
-    X, W, full, empty = pair_ring(x, w, SLOTS, BN, DX)
+    X, W, full, empty = cluster_ring(x, w, SLOTS, BN, DX)
     if not PREFETCH:
         wait_for_launches_in_front()
         let_next_start()
@@ -238,7 +238,7 @@ def _linear_pair_kernel(
         wait_for_launches_in_front()
         let_next_start()
     load_first_rows(x, row, term, count, X, full)
-    acc = multiply_pair(x, row, half, term, count, X, W, full, empty, 0, DX, _LOAD_HALF)
+    acc = multiply_cluster(x, row, half, term, count, X, W, full, empty, 0, DX, _LOAD_HALF)
     layout: gl.constexpr = y.layout
     out = view(X, gl.bfloat16, [BM, BN], layout)
     out.store(acc.to(gl.bfloat16))
@@ -293,15 +293,15 @@ def is_placed(ptx: str, name: str, columns: int, slots: int, more: int = 0) -> b
     )
 
 
-def launch_pairs(a: Tensor, weight: Tensor, dx: bool, tile: Tile, prefetch: bool) -> Tensor:
+def launch_clusters(a: Tensor, weight: Tensor, dx: bool, tile: Tile, prefetch: bool) -> Tensor:
     """As :func:`forge.kernels.linear_hopper.launch`; the tile is a program's.
 
     Raises:
-        RuntimeError: as :func:`run_pairs`.
+        RuntimeError: as :func:`run_clusters`.
         ValueError: the tile has other than 128 or 256 columns or 64 terms.
     """
     if tile.terms != 64 or tile.columns not in (128, 256):
-        raise ValueError(f"{tile}: a pair needs 128 or 256 columns and 64 terms, or pair=False")
+        raise ValueError(f"{tile}: a pair needs 128 or 256 columns and 64 terms, or cluster=False")
     rows, columns = a.shape[0], weight.shape[1 if dx else 0]
     steps = triton.cdiv(a.shape[1], tile.terms)
     height = rows if tile.parts == 1 else triton.cdiv(rows, 2 * TOKENS) * 2 * TOKENS
@@ -317,14 +317,14 @@ def launch_pairs(a: Tensor, weight: Tensor, dx: bool, tile: Tile, prefetch: bool
         arguments = (*described, steps, triton.cdiv(steps, tile.parts), height)
         options = dict(SLOTS=tile.slots, DX=dx, PREFETCH=prefetch)
         with torch.cuda.device(a.device):
-            run_pairs(_linear_pair_kernel, grid, arguments, options, tile.columns)
+            run_clusters(_linear_cluster_kernel, grid, arguments, options, tile.columns)
     return y[:, :rows]
 
 
 _checked: set[Any] = set()
 
 
-def run_pairs(
+def run_clusters(
     kernel: Any, grid: Any, arguments: Any, options: dict[str, Any], columns: int, more: int = 0
 ) -> None:
     """Launch a kernel of this file's functions once :func:`is_placed` has looked at it.
