@@ -31,6 +31,7 @@ from forge.harness import (
     roofline,
     tables,
     validate,
+    verdict,
 )
 from forge.harness.execution import EXECUTIONS
 from forge.harness.files import Patient, locked, write_atomically
@@ -363,7 +364,10 @@ def regenerate(
     readme: Annotated[
         Path | None, typer.Option(help="also rewrite the tables between this file's markers")
     ] = None,
-    run_id: Annotated[str | None, typer.Option("--run", help="the run the README shows")] = None,
+    run_id: Annotated[
+        str | None,
+        typer.Option("--run", help="the run the README shows (default: the fullest)"),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="the rows as JSON on stdout")] = False,
 ) -> None:
     """Regenerate leaderboard.csv (and the README's table) from the recorded runs.
@@ -383,7 +387,7 @@ def regenerate(
     text = ""
     if readme is not None:
         if run_id is None:
-            run_id = max((record.run_id for record in board.rows), default=None)
+            run_id = leaderboard.headline(board.rows)
         if run_id is None:
             options.refuse("--readme: the leaderboard has no measured run")
         text = options.checked(tables.markdown, board.frame, run_id, brief=True)
@@ -391,6 +395,9 @@ def regenerate(
         found, damaged = profiles.load_all(runs)
         options.warn(damaged)
         text = tables.with_budget(text, found)
+        trained = verdict.measured(runs)
+        if trained:
+            text = tables.with_fidelity(text, verdict.markdown(trained))
     with options.naming(f"--target {target}"):
         leaderboard.write(board, target)
     if readme is not None:

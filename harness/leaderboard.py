@@ -224,3 +224,13 @@ def csv_text(frame: pd.DataFrame) -> str:
 def write(board: Board, target: Path) -> None:
     """Write ``leaderboard.csv`` in one step (readers see the old file or the new one)."""
     write_atomically(target, csv_text(board.frame))
+
+
+def headline(rows: Sequence[Record]) -> str | None:
+    """The run to show first: of most rows, of the shortest sequences, the newest."""
+
+    def order(rows: Sequence[Record]) -> tuple[int, int, str]:
+        return len(rows), -rows[0].seq, max(record.date for record in rows)
+
+    groups = records.by_run(rows)
+    return max(groups, key=lambda run: order(groups[run]), default=None)

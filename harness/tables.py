@@ -20,6 +20,7 @@ from forge.optim.spec import OptimizerSpec
 # What a measured row must share with a published one to stand beside it.
 PUBLISHED_KEY = ["method", "states", "kernels", "execution"]
 BEGIN, END = "<!-- leaderboard:begin -->", "<!-- leaderboard:end -->"
+FIDELITY_BEGIN, FIDELITY_END = "<!-- fidelity:begin -->", "<!-- fidelity:end -->"
 BUDGET_BEGIN, BUDGET_END = "<!-- time-budget:begin -->", "<!-- time-budget:end -->"
 
 
@@ -274,6 +275,11 @@ def with_budget(text: str, profiles: Sequence[Profile]) -> str:
         return text
     newest = max(ours, key=lambda profile: profile.date)
     return _between(text, BUDGET_BEGIN, BUDGET_END, budget(newest)) or text
+
+
+def with_fidelity(text: str, table: str) -> str:
+    """``text``, a README, with ``table`` between its markers for it, if it has any."""
+    return _between(text, FIDELITY_BEGIN, FIDELITY_END, table) or text
 
 
 def budget(profile: Profile) -> str:

@@ -210,6 +210,30 @@ def table(found: Sequence[Verdict], title: str) -> Table:
     return view
 
 
+def markdown(records: Sequence[Record]) -> str:
+    """The run that ended last, of one machine, as the README shows it."""
+    last = max(records, key=lambda record: record.date)
+    rows = [record for record in records if record.run_id == last.run_id]
+    lines = [
+        f"Held-out loss, nats a token, after {last.steps:,} steps of {last.batch} x {last.seq} "
+        f"tokens, one {last.hardware}, {last.date[:10]} (`{last.run_id}`). gap: to fp32 master "
+        "weights, seed by seed, mean (lowest to highest); learned: how far the loss fell, that of "
+        "fp32 master weights is 100 %.",
+        "",
+        "| model | lr | method | states | seeds | held-out loss | gap, % | learned, % |",
+        "|---|--:|---|---|--:|--:|--:|--:|",
+    ]
+    for one in verdicts(rows):
+        loss = "" if one.after is None else f"{one.before:.4f} to {one.after:.4f}"
+        gap = "" if one.gap is None or one.key == REFERENCE else str(one.gap)
+        fall = "" if one.fall_pct is None else f"{one.fall_pct:.0f}"
+        lines.append(
+            f"| {one.model} | {one.lr:g} | {one.method} | {one.states} | {one.seeds} | {loss} "
+            f"| {gap} | {fall} |"
+        )
+    return "\n".join(lines)
+
+
 def as_json(found: Sequence[Verdict]) -> list[dict[str, Any]]:
     """The verdicts as plain data."""
     return [asdict(one) for one in found]

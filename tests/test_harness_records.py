@@ -295,6 +295,14 @@ def test_readme_table(tmp_path, published):
     assert "|  | GaLore r=128 | bf16 | hf | eager | oom |  |  |" in brief
 
 
+def test_the_fullest_run_comes_first():
+    made = [make_record(run_id="a"), make_record(run_id="a", row="y"), make_record(run_id="b")]
+    assert leaderboard.headline(made) == "a" and leaderboard.headline([]) is None
+    long = [dataclasses.replace(row, run_id="long", seq=4096) for row in made[:2]]
+    new = [dataclasses.replace(row, run_id="new", date="2027-01-01T00:00:00Z") for row in made[:2]]
+    assert leaderboard.headline([*long, *new, *made]) == "new"
+
+
 def make_profile(**changes):
     fields: dict = dict(run_id="p", row="forge-bf16/forge/cuda_graph", method="FORGE", model="M",
                         batch=1, seq=512, precision="bf16", hardware="H200", gpu_count=1,

@@ -16,7 +16,17 @@ from xml.etree import ElementTree
 
 import pytest
 
-from forge.harness import cli, files, leaderboard, page, plots, publish, records, tables
+from forge.harness import (
+    cli,
+    files,
+    leaderboard,
+    page,
+    plots,
+    publish,
+    records,
+    tables,
+    verdict,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "results"
@@ -107,6 +117,9 @@ def test_what_is_committed_was_published_from_the_recorded_runs():
         tables.with_table(ROOT / "README.md", tables.markdown(board.frame, shown, True)) == readme
     )
     assert tables.with_budget(readme, board.profiles) == readme, hint
+    trained = verdict.measured(RESULTS / "runs")
+    assert tables.with_fidelity(readme, verdict.markdown(trained)) == readme, hint
+    assert (RESULTS / "fidelity.csv").read_text() == verdict.text_of(trained)
 
 
 def test_a_number_is_the_same_in_every_table():

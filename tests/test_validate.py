@@ -419,6 +419,16 @@ def test_never_worse_than_bf16(ours, theirs, ok, text):
     assert one.ok is ok and text in one.text and "within 0.5 %" in one.text
 
 
+def test_the_readme_shows_the_run_that_ended_last():
+    rows = [record(REFERENCE, 0, 2.0), record("forge-bf16", 0, 2.01)]
+    later = [replace(row, run_id="later", date="2027-01-01T00:00:00Z") for row in rows]
+    later.append(replace(later[1], key="adamw-fused", method="fused AdamW", heldout_loss=2.2))
+    lines = verdict.markdown([*later, *rows]).splitlines()
+    assert "`later`" in lines[0] and len(lines) == 7
+    assert "4.0000 to 2.0000 |  | 100 |" in lines[4]
+    assert "4.0000 to 2.0100 | +0.500 |" in lines[5] and "2.2000 | +10.000 |" in lines[6]
+
+
 def test_what_could_not_be_judged_is_said():
     rows = [record("forge-bf16", 0, 3.0), record(REFERENCE, 0, 0, status="oom", notes="too big")]
     first, one = verdict.verdicts(rows)
