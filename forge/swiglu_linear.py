@@ -76,6 +76,6 @@ def swiglu_linear(gate_up: Tensor, layer: nn.Module, unsummed: bool = False) -> 
         or torch.compiler.is_compiling()
     ):
         return layer(packed_swiglu(gate_up, overwrite=True))
-    if version != gate_up._version:
+    if act is not None and version != gate_up._version:
         act = None
     return SwiGLULinearFunction.apply(gate_up, weight, slot, act, unsummed)
