@@ -9,13 +9,12 @@ keep their identity, names and optimizer states; only where their elements lie c
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from forge.kernels.linear_auto import gated_forward, linear_backward, linear_forward
+from forge.kernels.linear_auto import linear_backward, linear_forward
 from forge.kernels.rms_norm import NormAgain
 from forge.linear import ForgeLinear, Slot, slot_of
 
@@ -83,38 +82,30 @@ def packed_view(weights: Sequence[Tensor]) -> Tensor | None:
     return first.detach().as_strided((rows, columns), (columns, 1))
 
 
-@dataclass
-class _Call:
-    """What a call of :func:`packed_linear` asks for, and what it made besides its result."""
-
-    gated: bool
-    alone: bool
-    act: Tensor | None = None
-
-
 class PackedLinearFunction(torch.autograd.Function):
     """``x`` times the packed weights; backward as :class:`forge.linear.LinearFunction` for each."""
 
     @staticmethod
     def forward(
-        ctx, x: Tensor, packed: Tensor, slots: list[Slot | None], call: _Call, *weights: Tensor
+        ctx,
+        x: Tensor,
+        packed: Tensor,
+        slots: list[Slot | None],
+        prefetch: bool,
+        alone: bool,
+        *weights: Tensor,
     ):
         normed = NormAgain.of(x)
         # What a norm made is not kept: its backward pass, next after this one's, makes it again.
         ctx.again = normed if any(slot and not slot.deferred for slot in slots) else None
-        ctx.unsummed = call.alone and normed is not None
+        ctx.unsummed = alone and normed is not None
         ctx.save_for_backward(*(() if ctx.again else (x,)))
         # Not saved tensors, which hooks may copy: only in place do the weights lie side by side.
         ctx.packed, ctx.weights, ctx.slots = packed, weights, slots
         ctx.versions = [w._version for w in weights]
         same = packed if packed.dtype == x.dtype else packed.to(x.dtype)
         # The norm's kernel lies between this one and any update.
-        prefetch = normed is not None and same is packed
-        if call.gated:
-            made = gated_forward(x, same, prefetch=prefetch)
-            if made is not None:
-                gate_up, call.act = made
-                return gate_up
+        prefetch = prefetch and normed is not None and same is packed
         return linear_forward(x, same, prefetch=prefetch)
 
     @staticmethod
@@ -137,9 +128,9 @@ class PackedLinearFunction(torch.autograd.Function):
             prefetch = same is packed
             dx = linear_backward(dy, same, prefetch=prefetch, unsummed=ctx.unsummed)
         sizes = [len(w) for w in weights]
-        needed = ctx.needs_input_grad[4:]
+        needed = ctx.needs_input_grad[5:]
         if not any(needed):
-            return dx, None, None, None, *(None for _ in weights)
+            return dx, None, None, None, None, *(None for _ in weights)
         x = ctx.again.buffer() if ctx.again else ctx.saved_tensors[0]
         parts = dy.split(sizes, dim=-1)
         missing = [
@@ -157,16 +148,14 @@ class PackedLinearFunction(torch.autograd.Function):
                 _product(part, x, packed.dtype) if lacks else None
                 for part, lacks in zip(parts, missing, strict=True)
             ]
-        return dx, None, None, None, *dws
+        return dx, None, None, None, None, *dws
 
 
 def _product(dy: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
     return (dy.reshape(-1, dy.shape[-1]).t() @ x.reshape(-1, x.shape[-1])).to(dtype)
 
 
-def packed_linear(
-    x: Tensor, layers: Sequence[nn.Module], gated: bool = False, alone: bool = False
-) -> Tensor | None:
+def packed_linear(x: Tensor, layers: Sequence[nn.Module], alone: bool = False) -> Tensor | None:
     """The outputs of ``layers`` for ``x``, side by side; ``None`` where each must be called itself.
 
     That is so for layers that are not plain (adapters, hooks, biases, quantized weights), under
@@ -175,8 +164,6 @@ def packed_linear(
     Args:
         x: [..., K].
         layers: bias-free linear layers with K input features.
-        gated: they are a gate and what it gates, for :func:`forge.swiglu_linear.swiglu_linear`:
-            their product may carry the activation to it.
         alone: if a norm of this package made ``x``, nothing else reads it, and no hook sees its
             gradient: what arrives at the norm may be parts of it.
 
@@ -192,6 +179,7 @@ def packed_linear(
             return None
         weights.append(weight)
     packed = packed_view(weights)
+    was_packed = packed is not None  # otherwise it is what the kernel in front has just written
     if packed is None:
         # Parameters in memory of inference mode or of a captured graph would be of no use outside.
         capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
@@ -207,8 +195,4 @@ def packed_linear(
         return F.linear(x, packed)  # raises torch's own dtype error
     slots = [slot_of(weight) for weight in weights]
     slots = [slot if slot is not None and slot.node is not None else None for slot in slots]
-    call = _Call(gated, alone)
-    y = PackedLinearFunction.apply(x, packed, slots, call, *weights)
-    if call.act is not None:
-        y._forge_act = (call.act, y._version)
-    return y
+    return PackedLinearFunction.apply(x, packed, slots, was_packed, alone, *weights)

@@ -267,8 +267,7 @@ class ForgeQwen3MLP(Qwen3MLP):
     def forward(self, x: Tensor, between_norms: bool = False) -> Tensor:
         if is_compiling():
             return super().forward(x)
-        gated = is_plain(self.down_proj, ForgeLinear)
-        gate_up = packed_linear(x, (self.gate_proj, self.up_proj), gated, between_norms)
+        gate_up = packed_linear(x, (self.gate_proj, self.up_proj), alone=between_norms)
         if gate_up is None:
             return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
         return swiglu_linear(gate_up, self.down_proj, between_norms)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from forge.kernels.linear_auto import gated_backward, linear_backward, linear_forward
+from forge.kernels.linear_auto import linear_backward, linear_forward
 from forge.kernels.runtime import as_rows, runs_triton
 from forge.kernels.swiglu import packed_swiglu, swiglu_backward, swiglu_forward
 from forge.linear import ForgeLinear, Slot, active_slot, refuse_create_graph
@@ -22,13 +22,10 @@ class SwiGLULinearFunction(torch.autograd.Function):
     """Backward as :class:`forge.linear.LinearFunction`; writes over ``gate_up`` its gradient."""
 
     @staticmethod
-    def forward(
-        ctx, gate_up: Tensor, weight: Tensor, slot: Slot, act: Tensor | None, unsummed: bool
-    ) -> Tensor:
+    def forward(ctx, gate_up: Tensor, weight: Tensor, slot: Slot, unsummed: bool) -> Tensor:
         ctx.save_for_backward(gate_up, weight)
         ctx.slot = slot
-        if act is None:
-            act = swiglu_forward(*gate_up.chunk(2, dim=-1))
+        act = swiglu_forward(*gate_up.chunk(2, dim=-1))
         # Between two norms: the first one's kernel lies between this one and any update.
         return linear_forward(act, weight, prefetch=unsummed, unsummed=unsummed)
 
@@ -43,17 +40,15 @@ class SwiGLULinearFunction(torch.autograd.Function):
         kept = torch._C._autograd._get_current_graph_task_keep_graph()
         if kept or not need_gate_up or not gate_up.is_contiguous():
             grad = torch.empty(gate_up.shape, dtype=gate_up.dtype, device=gate_up.device)
-        act = gated_backward(dy, weight, gate_up, grad)
-        if act is None:
-            dact = linear_backward(dy, weight, prefetch=True)
-            act = torch.empty_like(dact) if need_weight else None
-            gate, up = gate_up.chunk(2, dim=-1)
-            dgate, dup = as_rows(grad).chunk(2, dim=-1)
-            swiglu_backward(dact, gate, up, dgate, dup, act)
+        dact = linear_backward(dy, weight, prefetch=True)
+        act = torch.empty_like(dact) if need_weight else None
+        gate, up = gate_up.chunk(2, dim=-1)
+        dgate, dup = as_rows(grad).chunk(2, dim=-1)
+        swiglu_backward(dact, gate, up, dgate, dup, act)
         dw = None
-        if need_weight and act is not None and not ctx.slot.collect(act, dy):
+        if act is not None and not ctx.slot.collect(act, dy):
             dw = as_rows(dy).t() @ as_rows(act)
-        return grad if need_gate_up else None, dw, None, None, None
+        return grad if need_gate_up else None, dw, None, None
 
 
 def swiglu_linear(gate_up: Tensor, layer: nn.Module, unsummed: bool = False) -> Tensor:
@@ -64,7 +59,6 @@ def swiglu_linear(gate_up: Tensor, layer: nn.Module, unsummed: bool = False) -> 
         layer: a linear layer of F input features.
         unsummed: as in :func:`forge.kernels.linear_auto.linear_forward`.
     """
-    act, version = gate_up.__dict__.pop("_forge_act", (None, None))
     weight = plain_weight(layer) if is_plain(layer, ForgeLinear) else None
     slot = active_slot(weight, gate_up)
     if (
@@ -76,6 +70,4 @@ def swiglu_linear(gate_up: Tensor, layer: nn.Module, unsummed: bool = False) -> 
         or torch.compiler.is_compiling()
     ):
         return layer(packed_swiglu(gate_up, overwrite=True))
-    if act is not None and version != gate_up._version:
-        act = None
-    return SwiGLULinearFunction.apply(gate_up, weight, slot, act, unsummed)
+    return SwiGLULinearFunction.apply(gate_up, weight, slot, unsummed)

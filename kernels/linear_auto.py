@@ -17,8 +17,8 @@ from torch import Tensor
 
 from forge.kernels.runtime import HAS_TRITON
 
-# Whether the kernel is used at all; it has not been measured in the step yet.
-HOPPER = False
+# False: torch's products everywhere, to compare with.
+HOPPER = True
 
 # More tokens fill the GPU more than once, which torch's products are made for.
 MOST_TOKENS = 1024
@@ -29,31 +29,25 @@ TOKENS = 128  # of a tile, half of them a warpgroup's
 class Tile(NamedTuple):
     """How a product is cut."""
 
-    columns: int  # of a tile: 64, 128 or 256
+    columns: int  # of a tile: 64 or 128
     slots: int  # 227 KB of shared memory hold 6 of 64 x (128 + 128) numbers
     parts: int = 1  # of the sum
     terms: int = 64  # of the sum in a slot: 64 or 128
-    cluster: bool = False  # two programs share W (kernels/linear_hopper_cluster.py); 64 terms then
 
 
-# By weight [N, K]: those of Qwen3-0.6B. Behind each: programs for 512 tokens; 132 run at once.
+# By weight [N, K]: those of Qwen3-0.6B, as measured between two norms (results/LOG.md). Behind each
+# the programs for 512 tokens, of which 132 run at once. Of the others torch's own are as fast.
 FORWARD = {
-    (4096, 1024): Tile(128, 6),  # q, k, v: 128
+    (4096, 1024): Tile(128, 5),  # q, k, v: 128
     (1024, 2048): Tile(128, 6, parts=4),  # o: 128
-    (6144, 1024): Tile(256, 4),  # gate, up: 96
     (1024, 3072): Tile(128, 6, parts=4),  # down: 128
 }
 BACKWARD = {
-    (1024, 3072): Tile(128, 6),  # down: 96
-    (6144, 1024): Tile(128, 6, parts=4),  # gate, up: 128
+    (6144, 1024): Tile(128, 5, parts=4),  # gate, up: 128
     (1024, 2048): Tile(64, 4, terms=128),  # o: 128
-    (4096, 1024): Tile(128, 6, parts=4),  # q, k, v: 128
+    (4096, 1024): Tile(128, 5, parts=4),  # q, k, v: 128
 }
 OTHER = Tile(128, 6)
-
-
-# Of these, the product that computes a gated MLP's activation, too (kernels/gated_hopper.py).
-GATED = {(6144, 1024), (1024, 3072)}
 
 
 def tile_for(a: Tensor, weight: Tensor, tiles: dict[tuple[int, int], Tile]) -> Tile | None:
@@ -102,29 +96,6 @@ def linear_backward(
     if tile.parts > 1:
         return _carry(linear_hopper_dx(dy, weight, parts=True, prefetch=prefetch), dy)
     return linear_hopper_dx(dy, weight, prefetch=prefetch).data
-
-
-def gated_forward(x: Tensor, weight: Tensor, *, prefetch: bool) -> tuple[Tensor, Tensor] | None:
-    """``[gate, up] = x W^T`` and ``silu(gate) * up``; None: by two kernels."""
-    tile = tile_for(x, weight, FORWARD)
-    if tile is None or tuple(weight.shape) not in GATED:
-        return None
-    from forge.kernels.gated_hopper import gate_up_hopper
-
-    gate_up, act = gate_up_hopper(x, weight, prefetch=prefetch, cluster=tile.cluster)
-    return gate_up.data, act.data
-
-
-def gated_backward(dy: Tensor, weight: Tensor, gate_up: Tensor, grad: Tensor) -> Tensor | None:
-    """``silu(gate) * up``, and to ``grad`` the gradient of ``gate_up``; None: by two kernels."""
-    tile = tile_for(dy, weight, BACKWARD)
-    if tile is None or tuple(weight.shape) not in GATED:
-        return None
-    if not gate_up.is_contiguous() or not grad.is_contiguous():
-        return None
-    from forge.kernels.gated_hopper import down_dx_hopper
-
-    return down_dx_hopper(dy, weight, gate_up, grad, prefetch=True, cluster=tile.cluster)
 
 
 def _carry(parts: Tensor, like: Tensor) -> Tensor:

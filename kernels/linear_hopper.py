@@ -48,39 +48,28 @@ from forge.kernels.hopper_ring import (
 from forge.kernels.linear_auto import BACKWARD, FORWARD, OTHER, TOKENS, Tile
 from forge.kernels.runtime import as_rows
 
-# Whether this is the version of Triton that kernels/linear_hopper_cluster.py is written for. Other
-# ones run the same tiles, each program by itself.
-CLUSTERS = triton.__version__.startswith("3.6.")
-
 
 @gluon.jit
-def let_next_start():
+def _let_next_start():
     gl.inline_asm_elementwise(
         "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )
 
 
 @gluon.jit
-def _load_weight(w, term, column, second, barrier, slot, DX: gl.constexpr, pred):
-    """One slot of W: columns of the result from ``column`` on, or two halves of them."""
+def _load_weight(w, term, column, barrier, slot, DX: gl.constexpr, pred):
+    """One slot of W: columns of the result from ``column`` on."""
     if DX:
         tma_load(w, [term, column], barrier, slot, pred=pred)
-    elif slot.shape[0] == w.block_shape[0]:
-        tma_load(w, [column, term], barrier, slot, pred=pred)
     else:
-        ROWS: gl.constexpr = w.block_shape[0]
-        BK: gl.constexpr = w.block_shape[1]
-        layout: gl.constexpr = w.layout
-        pair = view(slot, gl.bfloat16, [2, ROWS, BK], layout)
-        tma_load(w, [column, term], barrier, pair.index(0), pred=pred)
-        tma_load(w, [second, term], barrier, pair.index(1), pred=pred)
+        tma_load(w, [column, term], barrier, slot, pred=pred)
 
 
 @gluon.jit
-def ring(x, w, SLOTS: gl.constexpr, ROWS: gl.constexpr):
-    """Slots for blocks of x and ``ROWS`` rows of W, and their barriers."""
+def _ring(x, w, SLOTS: gl.constexpr):
+    """Slots for blocks of x and of W, and their barriers."""
     X = gl.allocate_shared_memory(gl.bfloat16, [SLOTS] + x.block_shape, x.layout)
-    W = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, ROWS, w.block_shape[1]], w.layout)
+    W = gl.allocate_shared_memory(gl.bfloat16, [SLOTS] + w.block_shape, w.layout)
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(SLOTS):
         mbarrier.init(full.index(i), count=1)
@@ -88,7 +77,7 @@ def ring(x, w, SLOTS: gl.constexpr, ROWS: gl.constexpr):
 
 
 @gluon.jit
-def load_first_weights(w, column, second, term, steps, X, W, full, DX: gl.constexpr):
+def _load_first_weights(w, column, term, steps, X, W, full, DX: gl.constexpr):
     """Request W of the first turn of the ring."""
     SLOTS: gl.constexpr = X.shape[0]
     # Of x and W.
@@ -96,11 +85,11 @@ def load_first_weights(w, column, second, term, steps, X, W, full, DX: gl.conste
     for i in gl.static_range(SLOTS):
         mbarrier.expect(full.index(i), bytes, pred=i < steps)
         at = term + i * X.shape[2]
-        _load_weight(w, at, column, second, full.index(i), W.index(i), DX, i < steps)
+        _load_weight(w, at, column, full.index(i), W.index(i), DX, i < steps)
 
 
 @gluon.jit
-def load_first_rows(x, row, term, steps, X, full):
+def _load_first_rows(x, row, term, steps, X, full):
     """Request x of the first turn of the ring."""
     SLOTS: gl.constexpr = X.shape[0]
     for i in gl.static_range(SLOTS):
@@ -109,7 +98,7 @@ def load_first_rows(x, row, term, steps, X, full):
 
 
 @gluon.jit
-def multiply_ring(x, w, row, column, second, term, steps, X, W, full, DX: gl.constexpr):
+def _multiply(x, w, row, column, term, steps, X, W, full, DX: gl.constexpr):
     """The tile's sum of ``steps`` slots from ``term`` on, fp32; the first turn is under way."""
     SLOTS: gl.constexpr = X.shape[0]
     BM: gl.constexpr = X.shape[1]
@@ -133,7 +122,7 @@ def multiply_ring(x, w, row, column, second, term, steps, X, W, full, DX: gl.con
         free = ahead % SLOTS
         at = term + ahead * BK
         mbarrier.expect(full.index(free), bytes, pred=more)
-        _load_weight(w, at, column, second, full.index(free), W.index(free), DX, more)
+        _load_weight(w, at, column, full.index(free), W.index(free), DX, more)
         tma_load(x, [row, at], full.index(free), X.index(free), pred=more)
     acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
     # Every slot has been read, and no load is under way: the ring may be used for the result.
@@ -157,17 +146,17 @@ def _linear_hopper_kernel(
     first = gl.program_id(2) * part_steps
     term = first * x.block_shape[1]
     count = gl.minimum(steps - first, part_steps)  # none or fewer, if the last parts have none
-    X, W, full = ring(x, w, SLOTS, w.block_shape[0])
+    X, W, full = _ring(x, w, SLOTS)
     # Weights are older than the kernel in front, x is not.
     if not PREFETCH:
         wait_for_launches_in_front()
-        let_next_start()
-    load_first_weights(w, column, 0, term, count, X, W, full, DX)
+        _let_next_start()
+    _load_first_weights(w, column, term, count, X, W, full, DX)
     if PREFETCH:
         wait_for_launches_in_front()
-        let_next_start()
-    load_first_rows(x, row, term, count, X, full)
-    acc = multiply_ring(x, w, row, column, 0, term, count, X, W, full, DX)
+        _let_next_start()
+    _load_first_rows(x, row, term, count, X, full)
+    acc = _multiply(x, w, row, column, term, count, X, W, full, DX)
     layout: gl.constexpr = y.layout
     out = view(X, gl.bfloat16, [BM, BN], layout)
     out.store(acc.to(gl.bfloat16))
@@ -223,16 +212,16 @@ def _linear(
     parts: bool,
     prefetch: bool,
 ) -> Tensor:
-    check_operands(a, weight, dx)
+    _check_operands(a, weight, dx)
     tile = tiles.get((weight.shape[0], weight.shape[1]), OTHER)
-    result = launch(aligned_rows(a), weight, dx, tile, prefetch)
+    result = launch(_aligned_rows(a), weight, dx, tile, prefetch)
     if parts:
         return result
     whole = result[0] if tile.parts == 1 else result.sum(0)
     return whole.view(*a.shape[:-1], whole.shape[1])
 
 
-def check_operands(a: Tensor, weight: Tensor, dx: bool) -> None:
+def _check_operands(a: Tensor, weight: Tensor, dx: bool) -> None:
     """Raise the ValueError of operands that the kernel does not take."""
     name = "dy" if dx else "x"
     if weight.dim() != 2 or a.dim() < 1 or a.shape[-1] != weight.shape[0 if dx else 1]:
@@ -254,7 +243,7 @@ def check_operands(a: Tensor, weight: Tensor, dx: bool) -> None:
         raise ValueError(f"weight: {tuple(weight.shape)} must be multiples of 8: use F.linear")
 
 
-def aligned_rows(a: Tensor) -> Tensor:
+def _aligned_rows(a: Tensor) -> Tensor:
     """``a`` as rows [T, C] that the tensor memory engine can read."""
     rows = as_rows(a)
     return rows if _is_aligned(rows) else rows.clone(memory_format=torch.contiguous_format)
@@ -278,10 +267,6 @@ def layout_of(block: list[int]) -> gl.NVMMASharedLayout:
 
 def launch(a: Tensor, weight: Tensor, dx: bool, tile: Tile, prefetch: bool) -> Tensor:
     """The parts [P, T, N or K] of aligned rows ``a`` [T, K or N] by the kernel."""
-    if tile.cluster and CLUSTERS:
-        from forge.kernels.linear_hopper_cluster import launch_clusters
-
-        return launch_clusters(a, weight, dx, tile, prefetch)
     rows, columns = a.shape[0], weight.shape[1 if dx else 0]
     steps = triton.cdiv(a.shape[1], tile.terms)
     # A part has whole tiles, so that none of its rows are stored into the next one.

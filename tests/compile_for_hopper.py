@@ -28,14 +28,11 @@ from forge.kernels import (
     attention_backward,
     attention_tiles,
     column_sum,
-    gated_hopper,
-    gated_hopper_cluster,
     hopper_pair,
     hopper_ring,
     linear_auto,
     linear_cross_entropy,
     linear_hopper,
-    linear_hopper_cluster,
     qk_norm_rope,
     qk_norm_rope_backward,
     rms_norm,
@@ -408,80 +405,26 @@ def hopper_kernel(
     return usage(source, dict(num_warps=4 if pair else 8, launch_pdl=True, **options))
 
 
-def product_kernel(
-    kernel: Any,
-    blocks: list[list[int]],
-    layouts: list[Any] | None = None,
-    columns: int = 0,
-    more: int = 0,
-    **constants: Any,
-) -> dict[str, int]:
-    """A product for Hopper; ``blocks`` of its tensors, its first arguments; by pairs if given
-    ``layouts``."""
-    names = kernel.arg_names
-    types: dict[str, Any] = dict.fromkeys(constants, "constexpr")
-    options = dict(num_warps=8, launch_pdl=True, num_ctas=2 if layouts else 1)
-    layouts = layouts or [linear_hopper.layout_of(block) for block in blocks]
-    for n, block, layout in zip(names, blocks, layouts, strict=False):
-        types[n] = f"tensordesc<bf16{block},{layout!r}>"
-    source = GluonASTSource(
-        fn=kernel,
-        signature={n: types.get(n, "i32") for n in names},
-        constexprs={(names.index(n),): value for n, value in constants.items()},
-        attrs={},
-    )
-    found = usage(source, options)
-    if options["num_ctas"] == 2:
-        ptx = triton.compile(source, target=GPU, options=options).asm["ptx"]
-        found["placed"] = linear_hopper_cluster.is_placed(
-            ptx, kernel.__name__, columns, constants["SLOTS"], more
-        )
-    return found
-
-
 def product_kernels() -> dict[str, dict[str, int]]:
-    """Products of the linear layers, a tile each of the tables' kinds, and of a gated MLP."""
-    found = {}
-    for prefetch in (True, False):
-        last = " prefetch" if prefetch else ""
-        for dx, tiles in ((False, linear_auto.FORWARD), (True, linear_auto.BACKWARD)):
-            kinds = {tile._replace(parts=1) for tile in (*tiles.values(), linear_auto.OTHER)}
-            for tile in sorted(kinds):
-                name = f"linear_hopper {'dx' if dx else 'y'} {tile.columns} {tile.slots}{last}"
-                found[name] = product_kernel(
-                    linear_hopper._linear_hopper_kernel,
-                    linear_hopper.blocks(tile, dx),
-                    SLOTS=tile.slots,
-                    DX=dx,
-                    PREFETCH=prefetch,
-                )
-            for columns, slots in ((128, 6), (256, 4)) if linear_hopper.CLUSTERS else ():
-                name = f"linear_hopper {'dx' if dx else 'y'} {columns} {slots} cluster{last}"
-                found[name] = product_kernel(
-                    linear_hopper_cluster._linear_cluster_kernel,
-                    linear_hopper_cluster.blocks(linear_auto.Tile(columns, slots), dx),
-                    linear_hopper_cluster.layouts(),
-                    columns,
-                    SLOTS=slots,
-                    DX=dx,
-                    PREFETCH=prefetch,
-                )
-        constants = dict(SLOTS=gated_hopper.SLOTS, PREFETCH=prefetch)
-        clusters = gated_hopper_cluster
-        for dx, name, columns in ((False, "gate_up", 256), (True, "down_dx", 128)):
-            kernel = gated_hopper._down_dx_kernel if dx else gated_hopper._gate_up_kernel
-            blocks = gated_hopper.BACKWARD_BLOCKS if dx else gated_hopper.FORWARD_BLOCKS
-            name = f"linear_hopper {name} {columns} {gated_hopper.SLOTS}"
-            found[name + last] = product_kernel(kernel, blocks, **constants)
-            if linear_hopper.CLUSTERS:
-                found[f"{name} cluster{last}"] = product_kernel(
-                    clusters._down_dx_cluster_kernel if dx else clusters._gate_up_cluster_kernel,
-                    clusters.BACKWARD_BLOCKS if dx else clusters.FORWARD_BLOCKS,
-                    clusters.layouts(dx),
-                    columns,
-                    clusters.G_BYTES.value if dx else 0,
-                    **constants,
-                )
+    """Products of the linear layers, one for each kind of tile in the tables."""
+    found, kernel = {}, linear_hopper._linear_hopper_kernel
+    names = kernel.arg_names
+    for dx, tiles in ((False, linear_auto.FORWARD), (True, linear_auto.BACKWARD)):
+        kinds = {tile._replace(parts=1) for tile in (*tiles.values(), linear_auto.OTHER)}
+        for tile, prefetch in itertools.product(sorted(kinds), (True, False)):
+            constants = dict(SLOTS=tile.slots, DX=dx, PREFETCH=prefetch)
+            types: dict[str, Any] = dict.fromkeys(constants, "constexpr")
+            for n, block in zip(names, linear_hopper.blocks(tile, dx), strict=False):
+                types[n] = f"tensordesc<bf16{block},{linear_hopper.layout_of(block)!r}>"
+            source = GluonASTSource(
+                fn=kernel,
+                signature={n: types.get(n, "i32") for n in names},
+                constexprs={(names.index(n),): value for n, value in constants.items()},
+                attrs={},
+            )
+            form = "dx" if dx else "y"
+            name = f"linear_hopper {form} {tile.columns} {tile.slots}{' prefetch' * prefetch}"
+            found[name] = usage(source, dict(num_warps=8, launch_pdl=True))
     return found
 
 

@@ -81,10 +81,7 @@ def test_products_prefetch_a_ring_of_weights_and_no_more(kernels):
     prefetching = [name for name in kernels if name.endswith("prefetch")]
     assert len(prefetching) >= 6
     for name in prefetching:
-        # Rows of the gate and of up, of which one program of a pair loads its own; boxes of 64
-        # columns, of which it loads half.
-        boxes = 2 if "gate_up 256 4 prefetch" in name or "dx 256 4 cluster" in name else 1
-        assert kernels[name]["loads_before_wait"] == boxes * int(name.split()[3]), name
+        assert kernels[name]["loads_before_wait"] == int(name.split()[3]), name
 
 
 @pytest.mark.parametrize(
@@ -129,10 +126,8 @@ def test_registers_and_shared_memory(kernels):
             # One program an SM, which leaves registers for one of 128 threads, at least, of the
             # kernels around it, and 31 KB.
             columns = int(name.split()[2])
-            most = {64: 64, 128: 160 if "down" in name else 96, 256: 176}[columns]
-            assert kernel["registers"] <= most, name
+            assert kernel["registers"] <= {64: 64, 128: 96}[columns], name
             assert kernel["shared"] <= 197_000, name
-            assert kernel.get("placed", True), name
             assert kernel["products"] in (4, 8), name  # one loop over slots, products of 16 terms
         elif name.startswith("attention"):
             # Two programs of 128 threads on an SM, which takes 1 KB more for each.
