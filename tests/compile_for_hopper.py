@@ -35,6 +35,7 @@ from forge.kernels import (
     linear_hopper,
     qk_norm_rope,
     qk_norm_rope_backward,
+    qkv_hopper,
     rms_norm,
     rope_tables,
     row_update,
@@ -405,26 +406,46 @@ def hopper_kernel(
     return usage(source, dict(num_warps=4 if pair else 8, launch_pdl=True, **options))
 
 
+def product_kernel(kernel: Any, blocks: list[list[int]], **constants: Any) -> dict[str, int]:
+    """A product for Hopper; ``blocks`` are those of its tensors, the first arguments."""
+    names = kernel.arg_names
+    types: dict[str, Any] = dict.fromkeys(constants, "constexpr") | {"eps": "fp32"}
+    types |= dict.fromkeys(("q_weight", "k_weight", "cos", "sin"), "*bf16")
+    for n, block in zip(names, blocks, strict=False):
+        types[n] = f"tensordesc<bf16{block},{linear_hopper.layout_of(block)!r}>"
+    source = GluonASTSource(
+        fn=kernel,
+        signature={n: types.get(n, "i32") for n in names},
+        constexprs={(names.index(n),): value for n, value in constants.items()},
+        attrs={},
+    )
+    return usage(source, dict(num_warps=8, launch_pdl=True))
+
+
 def product_kernels() -> dict[str, dict[str, int]]:
     """Products of the linear layers, one for each kind of tile in the tables."""
-    found, kernel = {}, linear_hopper._linear_hopper_kernel
-    names = kernel.arg_names
-    for dx, tiles in ((False, linear_auto.FORWARD), (True, linear_auto.BACKWARD)):
-        kinds = {tile._replace(parts=1) for tile in (*tiles.values(), linear_auto.OTHER)}
-        for tile, prefetch in itertools.product(sorted(kinds), (True, False)):
-            constants = dict(SLOTS=tile.slots, DX=dx, PREFETCH=prefetch)
-            types: dict[str, Any] = dict.fromkeys(constants, "constexpr")
-            for n, block in zip(names, linear_hopper.blocks(tile, dx), strict=False):
-                types[n] = f"tensordesc<bf16{block},{linear_hopper.layout_of(block)!r}>"
-            source = GluonASTSource(
-                fn=kernel,
-                signature={n: types.get(n, "i32") for n in names},
-                constexprs={(names.index(n),): value for n, value in constants.items()},
-                attrs={},
-            )
-            form = "dx" if dx else "y"
-            name = f"linear_hopper {form} {tile.columns} {tile.slots}{' prefetch' * prefetch}"
-            found[name] = usage(source, dict(num_warps=8, launch_pdl=True))
+    found = {}
+    for prefetch in (True, False):
+        last = " prefetch" * prefetch
+        for dx, tiles in ((False, linear_auto.FORWARD), (True, linear_auto.BACKWARD)):
+            kinds = {tile._replace(parts=1) for tile in (*tiles.values(), linear_auto.OTHER)}
+            for tile in sorted(kinds):
+                found[f"linear_hopper {'dx' if dx else 'y'} {tile.columns} {tile.slots}{last}"] = (
+                    product_kernel(
+                        linear_hopper._linear_hopper_kernel,
+                        linear_hopper.blocks(tile, dx),
+                        SLOTS=tile.slots,
+                        DX=dx,
+                        PREFETCH=prefetch,
+                    )
+                )
+        tile = qkv_hopper.TILE
+        found[f"linear_hopper qkv {tile.columns} {tile.slots}{last}"] = product_kernel(
+            qkv_hopper._qkv_hopper_kernel,
+            [*linear_hopper.blocks(tile, False), [linear_auto.TOKENS, tile.columns // 2]],
+            SLOTS=tile.slots,
+            PREFETCH=prefetch,
+        )
     return found
 
 
