@@ -28,6 +28,7 @@ from forge.kernels import (
     attention_backward,
     attention_tiles,
     column_sum,
+    cross_entropy_hopper,
     hopper_pair,
     hopper_ring,
     linear_auto,
@@ -449,9 +450,34 @@ def product_kernels() -> dict[str, dict[str, int]]:
     return found
 
 
+def loss_kernels() -> dict[str, dict[str, int]]:
+    """Cross-entropy of rows that stay on the chip."""
+    kernel, found = cross_entropy_hopper._cross_entropy_hopper_kernel, {}
+    names = kernel.arg_names
+    for continued in (False, True):
+        constants = dict(CONTINUED=continued, WARPS=cross_entropy_hopper.WARPS)
+        layout = cross_entropy_hopper.LAYOUT.value
+        types = dict.fromkeys(constants, "constexpr") | {
+            "z": f"tensordesc<bf16{cross_entropy_hopper.BLOCK},{layout!r}>",
+            **{"z_ptr": "*bf16", "labels_ptr": "*i64"},
+            **dict.fromkeys(("lse_ptr", "target_ptr", "count_ptr"), "*fp32"),
+        }
+        source = GluonASTSource(
+            fn=kernel,
+            signature={n: types.get(n, "i32") for n in names},
+            constexprs={(names.index(n),): value for n, value in constants.items()},
+            attrs={},
+        )
+        options = dict(num_warps=cross_entropy_hopper.WARPS, launch_pdl=True)
+        found[f"cross_entropy_hopper{' continued' * continued}"] = usage(source, options)
+    return found
+
+
 def main() -> None:
     hopper = ARCHITECTURE == 90
-    found = model_kernels() | attention_kernels() | product_kernels() if hopper else {}
+    found: dict[str, dict[str, int]] = {}
+    if hopper:
+        found = model_kernels() | attention_kernels() | product_kernels() | loss_kernels()
     known = [value for value in vars(rules).values() if isinstance(value, rules.Rule)]
     for rule in known if hopper else (rules.ADAMW, rules.LION, rules.SGD):
         for states in ("bf16", "int8") if rule.states else ("bf16",):
