@@ -33,6 +33,7 @@ from forge.kernels.attention_tiles import (
     described,
     dot,
     loadable,
+    runs_on_hopper,
     store_rows,
     tile_of,
     wide_block,
@@ -130,7 +131,11 @@ def attention_forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Te
     pitch = -(-tokens // _PAD) * _PAD
     lse = torch.empty((batch * heads, pitch), dtype=torch.float32, device=q.device)
     tile = _forward_tile(q)
-    if out.numel():
+    if out.numel() and runs_on_hopper(q):
+        from forge.kernels.attention_hopper import attention_forward_hopper
+
+        attention_forward_hopper(q, k, v, scale, out, lse)
+    elif out.numel():
         q, k, v = map(loadable, (q, k, v))
         with on_device(q):
             _attention_fwd_kernel[(-(-tokens // tile["BLOCK_Q"]) * batch * heads,)](
