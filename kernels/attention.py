@@ -131,12 +131,12 @@ def attention_forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Te
     pitch = -(-tokens // _PAD) * _PAD
     lse = torch.empty((batch * heads, pitch), dtype=torch.float32, device=q.device)
     tile = _forward_tile(q)
+    q, k, v = map(loadable, (q, k, v))
     if out.numel() and runs_on_hopper(q):
         from forge.kernels.attention_hopper import attention_forward_hopper
 
         attention_forward_hopper(q, k, v, scale, out, lse)
     elif out.numel():
-        q, k, v = map(loadable, (q, k, v))
         with on_device(q):
             _attention_fwd_kernel[(-(-tokens // tile["BLOCK_Q"]) * batch * heads,)](
                 described(q, tile["BLOCK_Q"]),

@@ -38,7 +38,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from forge.kernels.attention_tiles import loadable, strides_of
+from forge.kernels.attention_tiles import strides_of
 from forge.kernels.hopper_ring import begin, halves, thread_barrier, tma_load, tma_store, view
 from forge.kernels.runtime import on_device
 
@@ -47,6 +47,17 @@ STAGES = 3  # slots of keys, and of values, of a warpgroup
 # Registers a thread: enough, and few, so that a program may begin beside those of the kernel in
 # front.
 REGISTERS = gl.constexpr(168)
+
+
+@gluon.constexpr_function
+def exchange_layout(columns):
+    """Of an fp32 array through which warpgroups hand on results of products.
+
+    Four threads write 32 bytes of a row; those of the eight rows of an access lie in different
+    banks, as far as they can.
+    """
+    groups = min(columns // 8, 8)
+    return gl.SwizzledSharedLayout(8, max(32 // columns, 1), groups, order=[1, 0])
 
 
 @gluon.jit
@@ -181,9 +192,7 @@ def _attend(
 
     # Every slot has been read and none is being filled: they hold what the warpgroups exchange.
     half: gl.constexpr = D // 2
-    groups: gl.constexpr = half // 8
-    # Rows of 32 bytes by four threads: eight of them lie in different banks.
-    shared: gl.constexpr = gl.SwizzledSharedLayout(8, 8 // groups, groups, order=[1, 0])
+    shared: gl.constexpr = exchange_layout(half)
     left, right = halves(acc)
     if w == 0:
         mine = left
@@ -322,10 +331,10 @@ def attention_forward_hopper(
 ) -> None:
     """Write ``out`` [B, T, H, D] and ``lse`` fp32 [B * H, T rounded up to 64].
 
-    q [B, H, T, D], k, v [B, K, T, D]: bf16 or fp16 on a Hopper GPU, D 64 or 128, none empty.
+    q [B, H, T, D], k, v [B, K, T, D]: bf16 or fp16 on a Hopper GPU, D 64 or 128, none empty, as
+    ``loadable`` returns them.
     """
     batch, heads, tokens, size = q.shape
-    q, k, v = map(loadable, (q, k, v))
     programs = -(-tokens // BLOCK.value) * batch * heads
     with on_device(q):
         _attention_fwd_hopper_kernel[(programs,)](
