@@ -223,12 +223,12 @@ def _attend(
     a2 = gl.convert_layout(a2 / total, column)
     mine = mine * a[:, None] + theirs * a2[:, None]
     layout: gl.constexpr = out.layout
-    slot = view(V.index(base), dtype, [1, BLOCK, 1, half], layout)
+    staged = view(V.index(base), dtype, [2, 1, BLOCK, 1, half], layout).index(0)
     flat: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK, half], dtype)
-    view(V.index(base), dtype, [BLOCK, half], flat).store(mine.to(dtype))
+    view(V.index(base), dtype, [2, BLOCK, half], flat).index(0).store(mine.to(dtype))
     fence_async_shared()
     thread_barrier()
-    tma_store(out, [b, first, h, w * half], slot)
+    tma_store(out, [b, first, h, w * half], staged)
     tma.store_wait(pendings=0)
 
 
