@@ -14,8 +14,8 @@ Only the first block a warpgroup takes may hold keys behind a query, so only the
 Nobody but a warpgroup itself reads the keys and values it asked for: there is no load warp and
 there are no barriers for empty slots. Why nothing waits for ever: each warpgroup w has a ring of
 ``STAGES`` slots of k and of v. The block of turn i goes to slot i % STAGES; it is requested once,
-before the warpgroups start for i < STAGES and otherwise at the end of turn i - STAGES + 1, by the
-same condition, i < turns, under which the loop waits for it; each request arrives once at its
+at the start for i < STAGES and otherwise at the end of turn i - STAGES + 1, by the same
+condition, i < turns, under which the loop waits for it; each request arrives once at its
 slot's barrier, with the whole box, of which what lies outside the tensor is zero. So slot s
 completes phase i // STAGES with turn i, and is waited for in that order. ``merged`` completes once.
 """
@@ -93,10 +93,10 @@ def tile(slot, D: gl.constexpr):
 
 
 @gluon.jit
-def request(x, b, h, start, barrier, slot, pred):
+def request(x, b, h, start, barrier, slot):
     """Load 64 rows of a head from ``start`` on; zeros outside the tensor, below 0 too."""
-    mbarrier.expect(barrier, BLOCK * x.block_shape[3] * x.dtype.primitive_bitwidth // 8, pred=pred)
-    tma_load(x, [b, h, start, 0], barrier, slot, pred=pred)
+    mbarrier.expect(barrier, BLOCK * x.block_shape[3] * x.dtype.primitive_bitwidth // 8)
+    tma_load(x, [b, h, start, 0], barrier, slot)
 
 
 @gluon.jit
@@ -149,6 +149,13 @@ def _attend(
     t = first + gl.arange(0, BLOCK, layout=rows)
     key = last * BLOCK + gl.arange(0, BLOCK, layout=gl.SliceLayout(0, scores))
 
+    request(v, b, kv, last * BLOCK, v_full.index(base), V.index(base))
+    for i in gl.static_range(1, STAGES):
+        if i < turns:
+            start = (last - 2 * i) * BLOCK
+            request(k, b, kv, start, k_full.index(base + i), K.index(base + i))
+            request(v, b, kv, start, v_full.index(base + i), V.index(base + i))
+
     mbarrier.wait(q_full, 0)
     s = _scores(Q, K, base, k_full, 0, D, scores)
     s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
@@ -182,8 +189,8 @@ def _attend(
             # Once all four warps have read the slots of the turn before, they are filled again.
             thread_barrier()
             start = (last - 2 * ahead) * BLOCK
-            request(k, b, kv, start, k_full.index(before), K.index(before), True)
-            request(v, b, kv, start, v_full.index(before), V.index(before), True)
+            request(k, b, kv, start, k_full.index(before), K.index(before))
+            request(v, b, kv, start, v_full.index(before), V.index(before))
     end = base + (turns - 1) % STAGES
     mbarrier.wait(v_full.index(end), ((turns - 1) // STAGES) & 1)
     acc = warpgroup_mma(p, tile(V.index(end), D), acc, is_async=True)
@@ -272,21 +279,12 @@ def _attention_fwd_hopper_kernel(
     for w in gl.static_range(2):
         mbarrier.init(merged.index(w), count=1)
     begin(0)
-    request(q, b, h, first, q_full, Q.index(0), True)
-    for i in gl.static_range(STAGES):
-        for w in gl.static_range(2):
-            # A warpgroup without a block takes zeros from below 0.
-            at = number - w - 2 * i
-            request(
-                k, b, kv, at * BLOCK, k_full.index(w * STAGES + i), K.index(w * STAGES + i),
-                (at >= 0) | (i == 0),
-            )  # fmt: skip
-        for w in gl.static_range(2):
-            at = number - w - 2 * i
-            request(
-                v, b, kv, at * BLOCK, v_full.index(w * STAGES + i), V.index(w * STAGES + i),
-                (at >= 0) | (i == 0),
-            )  # fmt: skip
+    # What the warpgroups wait for first; the rest they request themselves, side by side.
+    request(q, b, h, first, q_full, Q.index(0))
+    for w in gl.static_range(2):
+        # A warpgroup without a block takes zeros from below 0.
+        start = (number - w) * BLOCK
+        request(k, b, kv, start, k_full.index(w * STAGES), K.index(w * STAGES))
     lse_ptr += head.to(gl.int64) * lse_pitch
     gl.warp_specialize(
         [
