@@ -11,7 +11,11 @@ end of either part: half the chain, and one multiplies while the other takes exp
 come through a ring of slots, on into the second part without a gap.
 
 For the second part scores are transposed, [keys, queries]: p and ds then are left operands, read
-from registers. delta comes from a kernel in front: formed here, it would cost a third tile a block.
+from registers.
+
+delta comes from the kernel in front: formed here, it would cost a third tile a block. That kernel
+has waited for all in front of itself before it let this one start, so everything but delta is
+requested before the wait for it.
 
 Why nothing waits for ever. Each warpgroup w has its own ring; nobody else reads it. ``first`` turns
 of it are blocks of keys and values, the others up to ``turns`` of queries and their output's
@@ -45,10 +49,9 @@ from forge.kernels.attention_hopper import (
     exp2,
     head_block,
     layout_of,
-    out_block,
     tile,
 )
-from forge.kernels.hopper_ring import begin, halves, thread_barrier, tma_load, tma_store, view
+from forge.kernels.hopper_ring import begin, thread_barrier, tma_load, tma_store, view
 from forge.kernels.runtime import on_device
 
 # Registers a thread: all there are for two warpgroups.
@@ -66,9 +69,9 @@ def _pair(R, i, D: gl.constexpr):
 @gluon.jit
 def _request_turn(
     g, w: gl.constexpr, q, k, v, dout, lse, delta, R, L, x_full, y_full,
-    head, b, h, kv, r, first, turns, D: gl.constexpr, STAGES: gl.constexpr,
+    head, b, h, kv, r, first, turns, D: gl.constexpr, STAGES: gl.constexpr, DELTA: gl.constexpr,
 ):  # fmt: skip
-    """Fill the slot of turn ``g``, if there is one."""
+    """Fill the slot of turn ``g``, if there is one; without ``DELTA`` all but delta."""
     i = w * STAGES + g % STAGES
     tiles = _pair(R, i, D)
     x = x_full.index(i)
@@ -87,7 +90,19 @@ def _request_turn(
         tma_load(q, [b, h, start, 0], x, tiles.index(0))
         tma_load(lse, [head, start], x, L.index(2 * i))
         tma_load(dout, [b, h, start, 0], y, tiles.index(1))
-        tma_load(delta, [head, start], y, L.index(2 * i + 1))
+        if DELTA:
+            tma_load(delta, [head, start], y, L.index(2 * i + 1))
+
+
+@gluon.jit
+def _request_delta(
+    g, w: gl.constexpr, delta, L, y_full, head, r, first, turns, STAGES: gl.constexpr
+):  # fmt: skip
+    """What is missing of turn ``g``."""
+    i = w * STAGES + g % STAGES
+    if (g >= first) & (g < turns):
+        start = (r + 1 - w + 2 * (g - first)) * BLOCK
+        tma_load(delta, [head, start], y_full.index(i), L.index(2 * i + 1))
 
 
 @gluon.jit
@@ -154,35 +169,19 @@ def _gradients(
             thread_barrier()
             _request_turn(
                 g + STAGES, w, q, k, v, dout, lse, delta, R, L, x_full, y_full,
-                head, b, h, kv, r, first, turns, D, STAGES,
+                head, b, h, kv, r, first, turns, D, STAGES, True,
             )  # fmt: skip
 
-    # Each warpgroup finishes half of the columns.
-    half: gl.constexpr = D // 2
-    left, right = halves(sum_q)
-    if w == 0:
-        mine = left
-        given = right
+    # The second warpgroup hands on its share; the first one adds both, while that is at work on.
+    if w == 1:
+        X.store(sum_q)
+        thread_barrier()
+        mbarrier.arrive(merged.index(0), count=1)
     else:
-        mine = right
-        given = left
-    exchange: gl.constexpr = exchange_layout(half)
-    view(X.index(w), gl.float32, [BLOCK, half], exchange).store(given)
-    thread_barrier()
-    mbarrier.arrive(merged.index(w), count=1)
-    mbarrier.wait(merged.index(1 - w), 0)
-    mine += view(X.index(1 - w), gl.float32, [BLOCK, half], exchange).load(mine.type.layout)
-    # Both have read the tiles of q and dout for the last time: one each for the result.
-    flat: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK, half], dtype)
-    view(S.index(w), dtype, [2, BLOCK, half], flat).index(0).store((mine * scale).to(dtype))
-    fence_async_shared()
-    thread_barrier()
-    box: gl.constexpr = dq.layout
-    tma_store(
-        dq,
-        [b, r * BLOCK, h, w * half],
-        view(S.index(w), dtype, [2, 1, BLOCK, 1, half], box).index(0),
-    )
+        mbarrier.wait(merged.index(0), 0)
+        sum_q += X.load(result)
+        # Neither reads the tile of q any more: the result goes there.
+        _store_rows(dq, sum_q * scale, view(S.index(0), dtype, [1, BLOCK, D], matrix), b, r, h, D)
 
     # Those of the keys and values.
     sum_k = gl.zeros((BLOCK, D), dtype=gl.float32, layout=result)
@@ -212,7 +211,7 @@ def _gradients(
             thread_barrier()
             _request_turn(
                 g + STAGES, w, q, k, v, dout, lse, delta, R, L, x_full, y_full,
-                head, b, h, kv, r, first, turns, D, STAGES,
+                head, b, h, kv, r, first, turns, D, STAGES, True,
             )  # fmt: skip
 
     # Its ring is empty: the one warpgroup finishes those of the values, the other of the keys.
@@ -226,27 +225,31 @@ def _gradients(
         other = sum_v
     view(R.index(w * STAGES), gl.float32, [BLOCK, D], wide).store(other)
     thread_barrier()
-    mbarrier.arrive(merged.index(2 + w), count=1)
-    mbarrier.wait(merged.index(3 - w), 0)
+    mbarrier.arrive(merged.index(1 + w), count=1)
+    mbarrier.wait(merged.index(2 - w), 0)
     kept += view(R.index((1 - w) * STAGES), gl.float32, [BLOCK, D], wide).load(result)
+    # Of as many bytes as fp32 takes.
+    fit: gl.constexpr = 32 // dk.dtype.primitive_bitwidth
+    flat: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK, D], dk.dtype)
+    staged = view(R.index(w * STAGES + 1), dk.dtype, [fit, BLOCK, D], flat)
     if w == 0:
-        _store_rows(dv, kept, R.index(w * STAGES + 1), b, r, h, D)
+        _store_rows(dv, kept, staged, b, r, h, D)
     else:
-        _store_rows(dk, kept * scale, R.index(w * STAGES + 1), b, r, h, D)
+        _store_rows(dk, kept * scale, staged, b, r, h, D)
     tma.store_wait(pendings=0)
 
 
 @gluon.jit
-def _store_rows(out, x, slot, b, r, h, D: gl.constexpr):
-    """Write block ``r`` of a head, [64, D], by way of a slot of as many bytes as fp32 takes."""
+def _store_rows(out, x, staged, b, r, h, D: gl.constexpr):
+    """Write block ``r`` of a head, [64, D], by way of shared memory [1 or more, 64, D]."""
     dtype: gl.constexpr = out.dtype
-    fit: gl.constexpr = 32 // dtype.primitive_bitwidth
-    flat: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK, D], dtype)
-    box: gl.constexpr = out.layout
-    view(slot, dtype, [fit, BLOCK, D], flat).index(0).store(x.to(dtype))
+    staged.index(0).store(x.to(dtype))
     fence_async_shared()
     thread_barrier()
-    tma_store(out, [b, r * BLOCK, h, 0], view(slot, dtype, [fit, 1, BLOCK, 1, D], box).index(0))
+    layout: gl.constexpr = out.layout
+    fit: gl.constexpr = staged.shape[0]
+    box = view(staged, dtype, [fit, 1, BLOCK, 1, D], layout)
+    tma_store(out, [b, r * BLOCK, h, 0], box.index(0))
 
 
 @gluon.jit(do_not_specialize=["B", "T"])
@@ -259,8 +262,8 @@ def _attention_bwd_hopper_kernel(
     delta,
     lse_ptr,
     delta_ptr,
-    dq,  # boxes [1, 64, 1, D / 2] of [B, T, H, D]
-    dk,  # boxes [1, 64, 1, D] of [B, T, H, D]: the shares of the query heads
+    dq,  # boxes [1, 64, 1, D] of [B, T, H, D]
+    dk,  # the same: the shares of the query heads
     dv,
     B,
     T,
@@ -283,17 +286,17 @@ def _attention_bwd_hopper_kernel(
     matrix: gl.constexpr = gl.NVMMASharedLayout.get_default_for([2 * BLOCK, D], q.dtype)
     R = gl.allocate_shared_memory(q.dtype, [2 * STAGES, 2 * BLOCK, D], matrix)
     L = gl.allocate_shared_memory(gl.float32, [4 * STAGES] + lse.block_shape, lse.layout)
-    X = gl.allocate_shared_memory(gl.float32, [2, BLOCK, D // 2], exchange_layout(D // 2))
+    X = gl.allocate_shared_memory(gl.float32, [BLOCK, D], exchange_layout(D))
     s_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     x_full = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], mbarrier.MBarrierLayout())
     y_full = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], mbarrier.MBarrierLayout())
-    merged = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
+    merged = gl.allocate_shared_memory(gl.int64, [3, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(2):
         mbarrier.init(s_full.index(i), count=1)
     for i in gl.static_range(2 * STAGES):
         mbarrier.init(x_full.index(i), count=1)
         mbarrier.init(y_full.index(i), count=1)
-    for i in gl.static_range(4):
+    for i in gl.static_range(3):
         mbarrier.init(merged.index(i), count=1)
     # Of each warpgroup, turns of keys and values, and all turns.
     first0 = (r + 2) // 2
@@ -303,22 +306,25 @@ def _attention_bwd_hopper_kernel(
     bytes: gl.constexpr = 2 * BLOCK * D * q.dtype.primitive_bitwidth // 8
     lse_ptr += head.to(gl.int64) * pitch
     delta_ptr += head.to(gl.int64) * pitch
-    begin(0)
     mbarrier.expect(s_full.index(0), bytes)
     tma_load(q, [b, h, r * BLOCK, 0], s_full.index(0), S.index(0))
     tma_load(dout, [b, h, r * BLOCK, 0], s_full.index(0), S.index(1))
     for g in gl.static_range(STAGES):
         _request_turn(
             g, 0, q, k, v, dout, lse, delta, R, L, x_full, y_full,
-            head, b, h, kv, r, first0, turns0, D, STAGES,
+            head, b, h, kv, r, first0, turns0, D, STAGES, False,
         )  # fmt: skip
         _request_turn(
             g, 1, q, k, v, dout, lse, delta, R, L, x_full, y_full,
-            head, b, h, kv, r, first1, turns1, D, STAGES,
+            head, b, h, kv, r, first1, turns1, D, STAGES, False,
         )  # fmt: skip
     mbarrier.expect(s_full.index(1), bytes)
     tma_load(k, [b, kv, r * BLOCK, 0], s_full.index(1), S.index(2))
     tma_load(v, [b, kv, r * BLOCK, 0], s_full.index(1), S.index(3))
+    begin(0)
+    for g in gl.static_range(STAGES):
+        _request_delta(g, 0, delta, L, y_full, head, r, first0, turns0, STAGES)
+        _request_delta(g, 1, delta, L, y_full, head, r, first1, turns1, STAGES)
     gl.warp_specialize(
         [
             (_gradients, (
@@ -365,7 +371,8 @@ def attention_backward_hopper(
     Args:
         dout, q: [B, H, T, D], k, v [B, K, T, D], bf16 or fp16 on a Hopper GPU, D 64 or 128, none
             empty, as ``loadable`` returns them.
-        lse, delta: fp32 [B * H, T rounded up to 64], of the kernel directly in front at the latest.
+        lse, delta: fp32 [B * H, T rounded up to 64]. delta may be written by the kernel directly in
+            front, if that begins as :func:`forge.kernels.runtime.begin` does; all else is older.
         dk, dv: of the dtype of q, if H is K, or fp32.
     """
     batch, heads, tokens, size = q.shape
@@ -377,9 +384,7 @@ def attention_backward_hopper(
             _described_row(delta),
             lse,
             delta,
-            described(dq, out_block(size)),
-            described(dk, rows_block(size)),
-            described(dv, rows_block(size)),
+            *(described(t, rows_block(size)) for t in (dq, dk, dv)),
             batch,
             tokens,
             lse.shape[1],

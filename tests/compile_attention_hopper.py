@@ -37,7 +37,8 @@ def attention_hopper_kernels(usage: Callable) -> dict[str, dict[str, int]]:
         for group, dtype in ((1, half), (2, torch.float32)):
             rows = _described(attention_hopper_backward.rows_block(size), dtype)
             row = _described([1, attention_hopper.BLOCK.value], torch.float32)
-            types = dict(q=heads, k=heads, v=heads, dout=heads, lse=row, delta=row, dq=result)
+            types = dict(q=heads, k=heads, v=heads, dout=heads, lse=row, delta=row)
+            types |= dict(dq=_described(attention_hopper_backward.rows_block(size), half))
             types |= dict(dk=rows, dv=rows, lse_ptr="*fp32", delta_ptr="*fp32")
             types |= dict(c="fp32", scale="fp32")
             found[f"attention_hopper backward {size} {group}"] = _kernel(
