@@ -16,7 +16,8 @@ the inputs' dtype for the products (FlashAttention-2, Dao, arXiv 2307.08691). ou
 At 512 tokens a step waits for its longest program, not for the tensor cores. So programs are small
 and the long ones start first; keys' and queries' gradients are formed by different programs of one
 launch, each from scores of its own: two products of seven are done twice, nothing is added up by
-atomics, and two runs give the same bits.
+atomics, and two runs give the same bits. Kernels made for Hopper, which may take the place of
+these, are in attention_hopper.py and attention_hopper_backward.py.
 """
 
 from __future__ import annotations
