@@ -13,11 +13,11 @@ Only the first block a warpgroup takes may hold keys behind a query, so only the
 
 Nobody but a warpgroup itself reads the keys and values it asked for: there is no load warp and
 there are no barriers for empty slots. Why nothing waits for ever: each warpgroup has a ring of
-``STAGES`` slots of k and of v. The block of turn i goes to slot i % STAGES. It is requested once, at
-the start for i < STAGES and otherwise at the end of turn i - STAGES + 1, on the same condition,
-i < turns, on which the loop waits for it. Each request arrives once at its slot's barrier, with the
-whole box, of which what lies outside the tensor is zero. So slot s completes phase i // STAGES with
-turn i, and is waited for in that order. ``merged`` completes once.
+``STAGES`` slots of k and of v. The block of turn i goes to slot i % STAGES. It is requested once,
+at the start for i < STAGES and otherwise at the end of turn i - STAGES + 1, on the same condition,
+i < turns, on which the loop waits for it. Each request arrives once at its slot's barrier, with
+the whole box, of which what lies outside the tensor is zero. So slot s completes phase i // STAGES
+with turn i, and is waited for in that order. ``merged`` completes once.
 """
 
 from __future__ import annotations
