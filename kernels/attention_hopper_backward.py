@@ -3,7 +3,7 @@
 Programs are for blocks of 64 tokens of a query head. That of block r first forms the gradient of
 its queries, from the r + 1 blocks of keys up to its own (three products each), then the share that
 this head has in the gradients of its keys and values, from the n - r blocks of queries from its own
-on (four products each): together 3 n + 3 to 4 n + 3 products, so that all programs take about as
+on (four products each): together 3 n + 4 to 4 n + 3 products, so that all programs take about as
 long. At 512 tokens and 16 heads they are 128 programs, all of which run at once.
 
 Two warpgroups go through every other block, each with sums of its own, which are added up at the
