@@ -16,7 +16,8 @@ the inputs' dtype for the products (FlashAttention-2, Dao, arXiv 2307.08691). ou
 At 512 tokens a step waits for its longest program, not for the tensor cores. So programs are small
 and the long ones start first; keys' and queries' gradients are formed by different programs of one
 launch, each from scores of its own: two products of seven are done twice, nothing is added up by
-atomics, and two runs give the same bits.
+atomics, and two runs give the same bits. Kernels made for Hopper, which may take the place of
+these, are in attention_hopper.py and attention_hopper_backward.py.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from forge.kernels.attention_tiles import (
     described,
     dot,
     loadable,
+    runs_on_hopper,
     store_rows,
     tile_of,
     wide_block,
@@ -130,8 +132,12 @@ def attention_forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Te
     pitch = -(-tokens // _PAD) * _PAD
     lse = torch.empty((batch * heads, pitch), dtype=torch.float32, device=q.device)
     tile = _forward_tile(q)
-    if out.numel():
-        q, k, v = map(loadable, (q, k, v))
+    q, k, v = map(loadable, (q, k, v))
+    if out.numel() and runs_on_hopper(q):
+        from forge.kernels.attention_hopper import attention_forward_hopper
+
+        attention_forward_hopper(q, k, v, scale, out, lse)
+    elif out.numel():
         with on_device(q):
             _attention_fwd_kernel[(-(-tokens // tile["BLOCK_Q"]) * batch * heads,)](
                 described(q, tile["BLOCK_Q"]),

@@ -3,6 +3,9 @@
 The longest programs start first; keys' and queries' gradients are formed by different programs of
 one launch. Where query heads that share keys are spread over programs, each leaves a part, fp32, of
 its keys' gradients.
+
+Up to some tokens another kernel takes the place of the large one on Hopper:
+kernels/attention_hopper_backward.py.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from forge.kernels.attention_tiles import (
     dot,
     loadable,
     rows_of,
+    runs_on_hopper,
     store_rows,
     tile_of,
     wide_block,
@@ -242,7 +246,8 @@ def attention_backward(
     batch, heads, tokens, size = q.shape
     kv_heads, early = k.shape[1], early_launch(q)
     tile, common = _backward_tile(q), common_options(q, k)
-    split = _splits(q, k)
+    hopper = runs_on_hopper(q)
+    split = kv_heads < heads if hopper else _splits(q, k)
     dq = torch.empty((batch, tokens, heads, size), dtype=q.dtype, device=q.device)
     shape, kept = (2, batch, tokens, kv_heads, size), q.dtype
     if split:
@@ -264,27 +269,32 @@ def attention_backward(
                 ROWS=_DELTA_ROWS,
                 **early,
             )
-            programs = batch * (heads + (heads if split else kv_heads))
-            programs *= -(-tokens // tile["BLOCK"])
-            _attention_bwd_kernel[(programs,)](
-                *(described(t, tile["BLOCK"]) for t in (q, k, v, dout)),
-                *(described_rows(t, tile["BLOCK"]) for t in (lse, delta)),
-                *map(addressed, (q, k, v, dout)),
-                lse,
-                delta,
-                dq,
-                *parts,
-                batch,
-                tokens,
-                lse.shape[1],
-                _turn(programs, q),
-                scale * math.log2(math.e),
-                scale,
-                HEADS=1 if split else heads // kv_heads,
-                **common,
-                **tile,
-                **early,
-            )
+            if hopper:
+                from forge.kernels.attention_hopper_backward import attention_backward_hopper
+
+                attention_backward_hopper(dout, q, k, v, lse, delta, scale, dq, *parts)
+            else:
+                programs = batch * (heads + (heads if split else kv_heads))
+                programs *= -(-tokens // tile["BLOCK"])
+                _attention_bwd_kernel[(programs,)](
+                    *(described(t, tile["BLOCK"]) for t in (q, k, v, dout)),
+                    *(described_rows(t, tile["BLOCK"]) for t in (lse, delta)),
+                    *map(addressed, (q, k, v, dout)),
+                    lse,
+                    delta,
+                    dq,
+                    *parts,
+                    batch,
+                    tokens,
+                    lse.shape[1],
+                    _turn(programs, q),
+                    scale * math.log2(math.e),
+                    scale,
+                    HEADS=1 if split else heads // kv_heads,
+                    **common,
+                    **tile,
+                    **early,
+                )
             if split and whole:
                 rows = 2 * batch * tokens * kv_heads
                 _sum_heads_kernel[(-(-rows // _SUM_ROWS),)](

@@ -2,11 +2,33 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from forge.kernels.runtime import INTERPRETED, tl, triton
+
+# Up to so many tokens the kernels for Hopper run (kernels/attention_hopper.py). 0: never, until
+# they have been measured.
+HOPPER_TOKENS = 0
+
+
+@lru_cache
+def _is_hopper(index: int) -> bool:
+    return torch.version.hip is None and torch.cuda.get_device_capability(index) == (9, 0)
+
+
+def runs_on_hopper(q: Tensor) -> bool:
+    """Whether the kernels for Hopper run, for queries [B, H, T, D]."""
+    return (
+        q.is_cuda
+        and q.shape[2] <= HOPPER_TOKENS
+        and q.shape[3] in (64, 128)
+        and q.dtype in (torch.bfloat16, torch.float16)
+        and _is_hopper(q.get_device())
+    )
 
 
 @triton.jit
@@ -49,7 +71,7 @@ def loadable(t: Tensor) -> Tensor:
     return t if aligned and t.stride(3) == 1 else t.contiguous()
 
 
-def _strides(t: Tensor) -> list[int]:
+def strides_of(t: Tensor) -> list[int]:
     """By batch, head and token; those of dimensions of one element, which may be any, aligned."""
     size = t.shape[3]
     return [s if n > 1 else size for n, s in zip(t.shape[:3], t.stride(), strict=False)]
@@ -59,7 +81,7 @@ def described(t: Tensor, rows: int) -> Any:
     """A descriptor of ``t`` [B, heads, T, D] for tiles of so many rows of a head."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    return TensorDescriptor(t, list(t.shape), [*_strides(t), 1], [1, 1, rows, t.shape[3]])
+    return TensorDescriptor(t, list(t.shape), [*strides_of(t), 1], [1, 1, rows, t.shape[3]])
 
 
 def described_rows(t: Tensor, block: int) -> Any:
@@ -70,7 +92,7 @@ def described_rows(t: Tensor, block: int) -> Any:
 
 
 def addressed(t: Tensor) -> tuple[Any, ...]:
-    return (t, *_strides(t))
+    return (t, *strides_of(t))
 
 
 def wide_block(q: Tensor) -> int:

@@ -22,6 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
+from compile_attention_hopper import attention_hopper_kernels
 from forge.kernels import (
     apply_rule,
     attention,
@@ -74,6 +75,7 @@ def usage(source: Any, options: dict[str, Any]) -> dict[str, int]:
         "local": len(re.findall(r"\b(?:LDL|STL)\b", assembly)),
         "wide": len(re.findall(r"(?:LDG|STG|LDGSTS)\.E[.A-Z]*\.128", assembly)),
         "products": len(re.findall(r"\bHGMMA\b", assembly)),
+        "product_waits": len(re.findall(r"\bWARPGROUP\.DEPBAR\b", assembly)),
         "shared": compiled.metadata.shared,
         "waits_first": _waits_first(assembly),
         "loads_before_wait": _loads_before_wait(assembly),
@@ -478,6 +480,7 @@ def main() -> None:
     found: dict[str, dict[str, int]] = {}
     if hopper:
         found = model_kernels() | attention_kernels() | product_kernels() | loss_kernels()
+        found |= attention_hopper_kernels(usage)
     known = [value for value in vars(rules).values() if isinstance(value, rules.Rule)]
     for rule in known if hopper else (rules.ADAMW, rules.LION, rules.SGD):
         for states in ("bf16", "int8") if rule.states else ("bf16",):

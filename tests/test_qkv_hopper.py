@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import types
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -16,6 +17,8 @@ from forge.kernels import linear_auto, runtime
 from forge.kernels.linear_auto import Rotation, Tile
 from forge.kernels.qk_norm_rope import norm_rope_reference
 from forge.kernels.qkv_attention import qkv_attention
+
+from .gluon_on_cpu import OnCPU
 
 D, EPS = 128, 1e-6
 made: list[bool] = []
@@ -85,15 +88,51 @@ def test_what_is_given_as_rotated_must_fit():
         qkv_attention(qkv, weight, weight, cos, cos, 2, rotated=qkv[..., :D])
 
 
-def operands(batch, tokens, q_heads, kv_heads, columns, tables):
-    bf16 = dict(device="cuda", dtype=torch.bfloat16)
+def operands(batch, tokens, q_heads, kv_heads, columns, tables, device="cuda"):
+    bf16 = dict(device=device, dtype=torch.bfloat16)
     x = torch.randn(batch, tokens, columns + 8, **bf16)[..., :columns]
     w = torch.randn((q_heads + 2 * kv_heads) * D, columns, **bf16) * columns**-0.5
-    angles = torch.rand(tables, tokens, D, device="cuda") * 6  # both halves differ
-    weights = [(0.5 + torch.rand(D, device="cuda")).bfloat16() for _ in range(2)]
+    angles = torch.rand(tables, tokens, D, device=device) * 6  # both halves differ
+    weights = [(0.5 + torch.rand(D, device=device)).bfloat16() for _ in range(2)]
     rotation = Rotation(*weights, angles.cos().bfloat16(), angles.sin().bfloat16(), q_heads, EPS)
-    torch.cuda.synchronize()
+    if device == "cuda":
+        torch.cuda.synchronize()
     return x, w, rotation
+
+
+def check(x, w, rotation, qkv, rotated):
+    exact = x.double() @ w.double().t()
+    assert (qkv - exact).norm() <= 2e-3 * exact.norm()
+    # From what was rounded, as a kernel behind reads it.
+    wide = rotation.q_heads * D
+    narrow = rotated.shape[-1] - wide
+    for part, weight, found in zip(
+        qkv.split([wide, narrow, narrow], dim=-1),
+        (rotation.q_weight, rotation.k_weight),
+        rotated.split([wide, narrow], dim=-1),
+        strict=False,
+    ):
+        want = norm_rope_reference(
+            part.double(), weight.double(), rotation.cos.double(), rotation.sin.double(), EPS
+        )
+        error = found - want.transpose(1, 2).flatten(2)
+        assert error.norm() <= 2e-3 * want.norm() and error.abs().max() <= 2**-7 * want.abs().max()
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
+@pytest.mark.parametrize(
+    ("batch", "tokens", "q_heads", "kv_heads", "columns", "tables"),
+    [(1, 130, 2, 1, 64, 1), (2, 1, 2, 1, 200, 2), (3, 50, 1, 1, 520, 1)],
+)
+def test_on_the_cpu(batch, tokens, q_heads, kv_heads, columns, tables, late, monkeypatch):
+    module = pytest.importorskip("forge.kernels.qkv_hopper")
+    kernel = OnCPU(module._qkv_hopper_kernel, late)
+    monkeypatch.setattr(module, "_qkv_hopper_kernel", kernel)
+    monkeypatch.setattr(module, "check_operands", lambda *_, **__: None)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    x, w, rotation = operands(batch, tokens, q_heads, kv_heads, columns, tables, "cpu")
+    check(x, w, rotation, *module.qkv_hopper(x, w, rotation, prefetch=True))
+    assert kernel.launched == 1
 
 
 @pytest.mark.gpu
@@ -108,22 +147,7 @@ def test_against_fp64(batch, tokens, q_heads, kv_heads, columns, tables, prefetc
     from forge.kernels.qkv_hopper import qkv_hopper
 
     x, w, rotation = operands(batch, tokens, q_heads, kv_heads, columns, tables)
-    qkv, rotated = qkv_hopper(x, w, rotation, prefetch=prefetch)
-    exact = x.double() @ w.double().t()
-    assert (qkv - exact).norm() <= 2e-3 * exact.norm()
-    # From what was rounded, as a kernel behind reads it.
-    wide, narrow = q_heads * D, kv_heads * D
-    for part, weight, found in zip(
-        qkv.split([wide, narrow, narrow], dim=-1),
-        (rotation.q_weight, rotation.k_weight),
-        rotated.split([wide, narrow], dim=-1),
-        strict=False,
-    ):
-        want = norm_rope_reference(
-            part.double(), weight.double(), rotation.cos.double(), rotation.sin.double(), EPS
-        )
-        error = found - want.transpose(1, 2).flatten(2)
-        assert error.norm() <= 2e-3 * want.norm() and error.abs().max() <= 2**-7 * want.abs().max()
+    check(x, w, rotation, *qkv_hopper(x, w, rotation, prefetch=prefetch))
 
 
 @pytest.mark.gpu

@@ -1,0 +1,69 @@
+"""Attention's kernels for Hopper, compiled for compile_for_hopper.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from forge.kernels import attention_hopper, attention_hopper_backward
+
+_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+def _described(block: list[int], dtype: torch.dtype) -> str:
+    return f"tensordesc<{_NAMES[dtype]}{block},{attention_hopper.layout_of(block, dtype)!r}>"
+
+
+def attention_hopper_kernels(usage: Callable) -> dict[str, dict[str, int]]:
+    """``usage`` of both directions; of the gradients also where keys' and values' are not parts."""
+    found = {}
+    half = torch.bfloat16
+    for size in (64, 128):
+        heads = _described(attention_hopper.head_block(size), half)
+        result = _described(attention_hopper.out_block(size), half)
+        types: dict[str, Any] = dict(
+            q=heads, k=heads, v=heads, out=result, lse_ptr="*fp32", c="fp32"
+        )
+        found[f"attention_hopper {size}"] = _kernel(
+            usage,
+            attention_hopper._attention_fwd_hopper_kernel,
+            types,
+            attention_hopper.REGISTERS.value,
+            dict(H=16, GROUP=2, STAGES=attention_hopper.STAGES),
+        )
+        for group, dtype in ((1, half), (2, torch.float32)):
+            rows = _described(attention_hopper_backward.rows_block(size), dtype)
+            row = _described([1, attention_hopper.BLOCK.value], torch.float32)
+            types = dict(q=heads, k=heads, v=heads, dout=heads, lse=row, delta=row)
+            types |= dict(dq=_described(attention_hopper_backward.rows_block(size), half))
+            types |= dict(dk=rows, dv=rows, lse_ptr="*fp32", delta_ptr="*fp32")
+            types |= dict(c="fp32", scale="fp32")
+            found[f"attention_hopper backward {size} {group}"] = _kernel(
+                usage,
+                attention_hopper_backward._attention_bwd_hopper_kernel,
+                types,
+                attention_hopper_backward.REGISTERS.value,
+                dict(H=16, GROUP=group, STAGES=attention_hopper_backward.STAGES),
+            )
+    return found
+
+
+def _kernel(
+    usage: Callable,
+    kernel: Any,
+    types: dict[str, str],
+    registers: int,
+    constants: dict[str, Any],
+) -> dict[str, int]:
+    names = kernel.arg_names
+    types |= dict.fromkeys(constants, "constexpr")
+    source = GluonASTSource(
+        fn=kernel,
+        signature={n: types.get(n, "i32") for n in names},
+        constexprs={(names.index(n),): value for n, value in constants.items()},
+        attrs={},
+    )
+    return usage(source, dict(num_warps=4, launch_pdl=True, maxnreg=registers))
