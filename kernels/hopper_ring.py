@@ -326,20 +326,22 @@ def place(tile, ends, across, salts):
 
 
 @gluon.jit
+def barriers(count: gl.constexpr):
+    """So many barriers that one arrival completes."""
+    made = gl.allocate_shared_memory(gl.int64, [count, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(count):
+        mbarrier.init(made.index(i), count=1)
+    return made
+
+
+@gluon.jit
 def allocate(
     tokens: gl.constexpr, rows: gl.constexpr, columns: gl.constexpr, slots: gl.constexpr, dy, x
 ):
     """The ring and its barriers, for operands described like ``dy`` and ``x``."""
     P = gl.allocate_shared_memory(gl.bfloat16, [slots, tokens, rows], dy.layout)
     Q = gl.allocate_shared_memory(gl.bfloat16, [slots, tokens, columns], x.layout)
-    full = gl.allocate_shared_memory(gl.int64, [slots, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [slots, 1], mbarrier.MBarrierLayout())
-    done = gl.allocate_shared_memory(gl.int64, [DONES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(slots):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=1)
-    for i in gl.static_range(DONES):
-        mbarrier.init(done.index(i), count=1)
+    full, empty, done = barriers(slots), barriers(slots), barriers(DONES)
     return P, Q, full, empty, done
 
 

@@ -14,8 +14,9 @@ kernels/wgrad_update_hopper_int8.py.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import triton
@@ -25,6 +26,22 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from forge.kernels.hopper_apart import (
+    APART_SLOTS,
+    STATE_PIECES,
+    WORKER_REGISTERS,
+    WORKER_WARPS,
+    allocate_states,
+    apart_storer,
+    finish,
+    half_at,
+    halves_of_program,
+    multiplier,
+    operand_loader,
+    state_loader,
+    take_gradient,
+)
+from forge.kernels.hopper_codes import rows_layout
 from forge.kernels.hopper_pair import (
     HALF,
     PAIR_BK,
@@ -70,9 +87,23 @@ from forge.kernels.runtime import Dual
 from forge.kernels.target import Target
 from forge.kernels.wgrad_update_hopper_int8 import _wgrad_update_hopper_int8_kernel
 
-# Up to how many tokens two programs share an SM, with bf16 states and with codes. Measured at 512,
-# 1024 (both win) and 4096 (both lose): results/LOG.md.
-PAIR_TOKENS = (1024, 1024)
+# wide: one program an SM, tiles of 128 x 256, eight warps that multiply a tile, then update it.
+# pair: two programs an SM, tiles of 128 x 128, four such warps each. apart: one program, tiles of
+# 128 x 128, warps that multiply and warps that update.
+Layout = Literal["wide", "pair", "apart"]
+# The layout up to so many tokens, with bf16 states and with codes. Measured at 512, 1024 and 4096:
+# results/LOG.md; apart is not measured yet.
+CHOICE: dict[str, tuple[tuple[float, Layout], ...]] = {
+    "bf16": ((1024, "pair"), (math.inf, "wide")),
+    "int8": ((1024, "pair"), (math.inf, "wide")),
+}
+# Programs an SM, warps of the first partition, and registers a thread at launch where the compiler
+# would take more.
+_PROGRAMS: dict[str, tuple[int, dict[str, int]]] = {
+    "wide": (1, {"num_warps": 8}),
+    "pair": (2, {"num_warps": 4, "maxnreg": PAIR_REGISTERS}),
+    "apart": (1, {"num_warps": 8}),
+}
 # How much later the second programs of the SMs begin, ns a token: about half of a tile's time.
 PAIR_DELAY = 8
 
@@ -115,15 +146,23 @@ def _stochastic_bf16(w, m, v, numbers):
     )
 
 
+@gluon.constexpr_function
+def _chunk_layout(rows, warps):
+    """16 rows a warp as accumulators lie, or eight."""
+    if rows == 8 * warps:
+        return rows_layout(warps, CHUNK.value, 2)
+    return gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[rows // 16, 1], instr_shape=[16, CHUNK.value, 16]
+    )
+
+
 @gluon.jit
 def _update_chunk(
     dw, wb, b0, b1, row: gl.constexpr, column: gl.constexpr, base, pitch, seed, scalars,
     RULE: gl.constexpr, STOCHASTIC: gl.constexpr,
 ):  # fmt: skip
     """Update w and both states in their slot, at ``row`` and ``column`` of the tile."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[wb.shape[0] // 16, 1], instr_shape=[16, CHUNK, 16]
-    )
+    layout: gl.constexpr = _chunk_layout(wb.shape[0], gl.num_warps())
     dw = gl.convert_layout(dw, layout, assert_trivial=True)
     states = (widen(b0.load(layout)), widen(b1.load(layout)))
     w, states = RULE(widen(wb.load(layout)), dw, states, scalars)
@@ -207,6 +246,28 @@ def _pair_math(
             n += 1
 
 
+@gluon.jit
+def _apart_update(
+    S, full, G, given, taken, done, ends, across, salts, scalars_ptr, seed_ptr,
+    SCALARS: gl.constexpr, RULE: gl.constexpr, STOCHASTIC: gl.constexpr,
+):  # fmt: skip
+    scalars, seed = load_scalars(scalars_ptr, seed_ptr, SCALARS)
+    for it in range(halves_of_program(ends)):
+        tile, half = half_at(it)
+        first, tk, salt = place(tile, ends, across, salts)
+        pitch = tk * PAIR_BK
+        row = (tile - first) // tk * PAIR_BN + half * HALF
+        base = row * pitch + (tile - first) % tk * PAIR_BK + salt
+        i = wait_full(it, full) * STATE_PIECES
+        chunks = halves(take_gradient(it, G, given, taken))
+        for c in gl.static_range(2):
+            _update_chunk(
+                chunks[c], S.index(i + c), S.index(i + 2 + c), S.index(i + 4 + c), 0, c * CHUNK,
+                base, pitch, seed, scalars, RULE, STOCHASTIC,
+            )  # fmt: skip
+        finish(it, done)
+
+
 _INTEGERS = [f"{name}{j}" for name in "eka" for j in range(GROUPS.value)]
 _INTEGERS += ["M", "behind", "delay"]
 
@@ -222,7 +283,7 @@ def _wgrad_update_hopper_kernel(
     k0, k1, k2, k3,  # tiles across a row of the matrix
     a0, a1, a2, a3,  # salts, multiples of 256
     M, behind, delay, scalars_ptr, seed_ptr,
-    SCALARS: gl.constexpr, RULE: gl.constexpr, STOCHASTIC: gl.constexpr, PAIR: gl.constexpr,
+    SCALARS: gl.constexpr, RULE: gl.constexpr, STOCHASTIC: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     begin(behind)
     dy = (dy0, dy1, dy2, dy3)
@@ -234,7 +295,24 @@ def _wgrad_update_hopper_kernel(
     across = (k0, k1, k2, k3)
     salts = (a0, a1, a2, a3)
     smem: gl.constexpr = w0.layout
-    if PAIR:
+    if LAYOUT == "apart":
+        P, Q, full, empty, done = allocate(PAIR_BM, PAIR_BN, PAIR_BK, APART_SLOTS, dy0, x0)
+        S, loaded, stored, G, given, taken = allocate_states(False)
+        gl.warp_specialize(
+            [
+                (_apart_update, (
+                    S, loaded, G, given, taken, done, ends, across, salts,
+                    scalars_ptr, seed_ptr, SCALARS, RULE, STOCHASTIC,
+                )),
+                (multiplier, (ends, M, P, Q, full, empty, G, given, taken)),
+                (operand_loader, (dy, x, ends, across, M, P, Q, full, empty)),
+                (state_loader, (w, m, v, ends, across, S, loaded, stored, False)),
+                (apart_storer, (w, m, v, ends, across, S, stored, done, False)),
+            ],
+            WORKER_WARPS,
+            WORKER_REGISTERS,
+        )  # fmt: skip
+    elif LAYOUT == "pair":
         P, Q, full, empty, done = allocate(PAIR_BM, PAIR_BN, PAIR_BK, PAIR_SLOTS, dy0, x0)
         gl.warp_specialize(
             [
@@ -275,7 +353,7 @@ def wgrad_update_hopper(
     scalars: Tensor,
     seed: Tensor | None,
     rule: Dual,
-    pair: bool | None = None,
+    layout: Layout | None = None,
 ) -> None:
     """As :func:`forge.kernels.wgrad_update.wgrad_update`, for bf16 weights and two states.
 
@@ -283,22 +361,25 @@ def wgrad_update_hopper(
     least 1; N is a multiple of 8, K of 256, and every salt of 256. The states of all targets are
     bf16; or int8 and uint8 codes, with exponents from an even address.
 
-    ``pair``: whether two programs share an SM, one updating while the other multiplies; by default
-    up to ``PAIR_TOKENS`` tokens, from which on the product, which then takes longer, decides.
+    ``layout``: how an SM's warps share the work, see ``Layout``; by default as in ``CHOICE``. The
+    results are the same.
     """
     device = targets[0].param.device
     sms = torch.cuda.get_device_properties(device).multi_processor_count
     codes = bool(targets[0].scales)
     kernel = _wgrad_update_hopper_int8_kernel if codes else _wgrad_update_hopper_kernel
     tokens = dys[0].shape[0]
-    if pair is None:
-        pair = tokens <= PAIR_TOKENS[codes]
-    options = {"maxnreg": PAIR_REGISTERS} if pair else {}
+    if layout is None:
+        choice = CHOICE["int8" if codes else "bf16"]
+        layout = next(name for most, name in choice if tokens <= most)
+    elif layout not in _PROGRAMS:
+        raise ValueError(f"layout: is {layout!r}, must be one of {', '.join(_PROGRAMS)} or None")
+    programs, options = _PROGRAMS[layout]
     with torch.cuda.device(device):
         for start in range(0, len(targets), GROUPS.value):
             group = slice(start, start + GROUPS.value)
-            tiles, arguments = _arguments(dys[group], xs[group], targets[group], pair)
-            kernel[(min(2 * sms if pair else sms, tiles),)](
+            tiles, arguments = _arguments(dys[group], xs[group], targets[group], layout)
+            kernel[(min(programs * sms, tiles),)](
                 *arguments,
                 tokens,
                 start,
@@ -309,18 +390,18 @@ def wgrad_update_hopper(
                 SCALARS=scalars.numel(),
                 RULE=gluon_function(rule),
                 STOCHASTIC=seed is not None,
-                PAIR=pair,
-                num_warps=4 if pair else 8,
+                LAYOUT=layout,
                 launch_pdl=True,
                 **options,
             )
 
 
 def _arguments(
-    dys: Sequence[Tensor], xs: Sequence[Tensor], targets: Sequence[Target], pair: bool
+    dys: Sequence[Tensor], xs: Sequence[Tensor], targets: Sequence[Target], layout: Layout
 ) -> tuple[int, list[Any]]:
     """Number of tiles; descriptors and geometry of each matrix, filled up to ``GROUPS``."""
-    blocks, layouts = (PAIR_BLOCKS, PAIR_LAYOUTS) if pair else (BLOCKS, LAYOUTS)
+    wide = layout == "wide"
+    blocks, layouts = (BLOCKS, LAYOUTS) if wide else (PAIR_BLOCKS, PAIR_LAYOUTS)
     height, width = blocks[0][1], blocks[1][1]
     described, geometry, tiles = [], [], 0
     for dy, x, target in zip(dys, xs, targets, strict=True):
@@ -328,7 +409,7 @@ def _arguments(
         tiles += triton.cdiv(rows, height) * (columns // width)
         # The kernel of codes also takes the height, and the exponents of a row of a tile as a
         # number.
-        exponents = [s if pair else s.view(torch.uint16) for s in target.scales]
+        exponents = [s.view(torch.uint16) if wide else s for s in target.scales]
         extra = (rows, *exponents) if target.scales else ()
         geometry.append((tiles, columns // width, target.salt, *extra))
         # Two codes are copied as one number of 16 bits.

@@ -11,6 +11,21 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from forge.kernels.hopper_apart import (
+    APART_SLOTS,
+    CODE_PIECES,
+    WORKER_REGISTERS,
+    WORKER_WARPS,
+    allocate_states,
+    apart_storer,
+    finish,
+    half_at,
+    halves_of_program,
+    multiplier,
+    operand_loader,
+    state_loader,
+    take_gradient,
+)
 from forge.kernels.hopper_codes import (
     constants,
     unit_layout,
@@ -95,14 +110,14 @@ def _again(x):
 @gluon.jit
 def _scales(
     tile, ends, across, heights, scales0, scales1,
-    unit: gl.constexpr, row: gl.constexpr, rows: gl.constexpr, W: gl.constexpr,
+    unit: gl.constexpr, units: gl.constexpr, row, rows: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
     """Where exponents of a unit's rows lie, of both states; which rows exist.
 
-    The unit begins at ``row`` of its tile, which has ``rows``.
+    Its memory, of ``units``, begins at ``row`` of the tile, which has ``rows``.
     """
     first, tk, height, p0, p1 = _of_tile(tile, ends, across, heights, scales0, scales1)
-    at = unit_rows(W, unit) + (row + (tile - first) // tk * rows)
+    at = unit_rows(W, unit, units) + (row + (tile - first) // tk * rows)
     offset = at * tk + (tile - first) % tk
     return p0 + offset, p1 + offset, at < height
 
@@ -119,10 +134,10 @@ def _math(
     n = 0
     for tile in range(gl.program_id(0), ends[GROUPS - 1], gl.num_programs(0)):
         # The exponents of both blocks are one number. They are here when they are needed.
-        p0, p1, inside = _scales(tile, ends, across, heights, scales0, scales1, 0, 0, BN, 8)
+        p0, p1, inside = _scales(tile, ends, across, heights, scales0, scales1, 0, 2, 0, BN, 8)
         e00 = gl.load(p0, mask=inside, other=0).to(gl.int32)
         e10 = gl.load(p1, mask=inside, other=0).to(gl.int32)
-        p0, p1, inside = _scales(tile, ends, across, heights, scales0, scales1, 1, 0, BN, 8)
+        p0, p1, inside = _scales(tile, ends, across, heights, scales0, scales1, 1, 2, 0, BN, 8)
         e01 = gl.load(p0, mask=inside, other=0).to(gl.int32)
         e11 = gl.load(p1, mask=inside, other=0).to(gl.int32)
         acc, it = multiply(it, M, P, Q, full, empty)
@@ -161,10 +176,10 @@ def _math(
             if b == 1:
                 mbarrier.arrive(done.index((n + 1) % DONES), count=1)
         same = _again(tile)
-        p0, p1, inside = _scales(same, ends, across, heights, scales0, scales1, 0, 0, BN, 8)
+        p0, p1, inside = _scales(same, ends, across, heights, scales0, scales1, 0, 2, 0, BN, 8)
         gl.store(p0, e00.to(gl.uint16), mask=inside)
         gl.store(p1, e10.to(gl.uint16), mask=inside)
-        p0, p1, inside = _scales(same, ends, across, heights, scales0, scales1, 1, 0, BN, 8)
+        p0, p1, inside = _scales(same, ends, across, heights, scales0, scales1, 1, 2, 0, BN, 8)
         gl.store(p0, e01.to(gl.uint16), mask=inside)
         gl.store(p1, e11.to(gl.uint16), mask=inside)
         it += CODE_PARTS
@@ -187,7 +202,7 @@ def _pair_math(
         e1 = e0
         for q in gl.static_range(4):
             p0, p1, inside = _scales(
-                tile, ends, across, heights, scales0, scales1, q % 2, q // 2 * HALF, PAIR_BN, 4
+                tile, ends, across, heights, scales0, scales1, q % 2, 2, q // 2 * HALF, PAIR_BN, 4
             )
             e0 = e0 | gl.load(p0, mask=inside, other=0).to(gl.int32) << 8 * q
             e1 = e1 | gl.load(p1, mask=inside, other=0).to(gl.int32) << 8 * q
@@ -222,10 +237,56 @@ def _pair_math(
         same = _again(tile)
         for q in gl.static_range(4):
             p0, p1, inside = _scales(
-                same, ends, across, heights, scales0, scales1, q % 2, q // 2 * HALF, PAIR_BN, 4
+                same, ends, across, heights, scales0, scales1, q % 2, 2, q // 2 * HALF, PAIR_BN, 4
             )
             gl.store(p0, _byte(e0, q).to(gl.uint8), mask=inside)
             gl.store(p1, _byte(e1, q).to(gl.uint8), mask=inside)
+
+
+@gluon.jit
+def _apart_exponents(it, ends, across, heights, scales0, scales1):
+    """Where exponents of the half of turn ``it`` lie, of both states; which exist."""
+    tile, half = half_at(it)
+    p0, p1, inside = _scales(
+        tile, ends, across, heights, scales0, scales1, 0, 1, half * HALF, PAIR_BN, 8
+    )
+    return p0, p1, inside & (tile < ends[GROUPS - 1])
+
+
+@gluon.jit
+def _apart_update(
+    S, full, G, given, taken, done, ends, across, salts, heights, scales0, scales1,
+    scalars_ptr, seed_ptr,
+    SCALARS: gl.constexpr, RULE: gl.constexpr, STOCHASTIC: gl.constexpr,
+):  # fmt: skip
+    scalars, seed = load_scalars(scalars_ptr, seed_ptr, SCALARS)
+    kept = constants(seed)
+    p0, p1, inside = _apart_exponents(0, ends, across, heights, scales0, scales1)
+    e0 = gl.load(p0, mask=inside, other=0)
+    e1 = gl.load(p1, mask=inside, other=0)
+    for it in range(halves_of_program(ends)):
+        # Those of the next half come while this one is updated. No other half has them.
+        p0, p1, inside = _apart_exponents(it + 1, ends, across, heights, scales0, scales1)
+        next0 = gl.load(p0, mask=inside, other=0)
+        next1 = gl.load(p1, mask=inside, other=0)
+        tile, half = half_at(it)
+        first, tk, salt = place(tile, ends, across, salts)
+        pitch = tk * PAIR_BK
+        row = (tile - first) // tk * PAIR_BN + half * HALF
+        base = row * pitch + (tile - first) % tk * PAIR_BK + salt
+        i = wait_full(it, full) * CODE_PIECES
+        g = take_gradient(it, G, given, taken)
+        f0, f1 = update_unit(
+            g, S.index(i + 2), S.index(i + 3), S.index(i), S.index(i + 1), 0,
+            (e0.to(gl.int32), e1.to(gl.int32)), 0, base, pitch, seed, kept, scalars,
+            RULE, STOCHASTIC,
+        )  # fmt: skip
+        finish(it, done)
+        p0, p1, inside = _apart_exponents(_again(it), ends, across, heights, scales0, scales1)
+        gl.store(p0, f0.to(gl.uint8), mask=inside)
+        gl.store(p1, f1.to(gl.uint8), mask=inside)
+        e0 = next0
+        e1 = next1
 
 
 _INTEGERS = [f"{name}{j}" for name in "ekah" for j in range(GROUPS.value)]
@@ -244,10 +305,10 @@ def _wgrad_update_hopper_int8_kernel(
     k0, k1, k2, k3,  # tiles across a row of the matrix
     a0, a1, a2, a3,  # salts, multiples of 256
     h0, h1, h2, h3,  # rows of the matrix
-    sm0, sm1, sm2, sm3,  # exponents of both states; two a number, but not with PAIR
+    sm0, sm1, sm2, sm3,  # exponents of both states; two a number if LAYOUT is wide
     sv0, sv1, sv2, sv3,
     M, behind, delay, scalars_ptr, seed_ptr,
-    SCALARS: gl.constexpr, RULE: gl.constexpr, STOCHASTIC: gl.constexpr, PAIR: gl.constexpr,
+    SCALARS: gl.constexpr, RULE: gl.constexpr, STOCHASTIC: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     begin(behind)
     dy = (dy0, dy1, dy2, dy3)
@@ -262,7 +323,24 @@ def _wgrad_update_hopper_int8_kernel(
     scales0 = (sm0, sm1, sm2, sm3)
     scales1 = (sv0, sv1, sv2, sv3)
     smem: gl.constexpr = w0.layout
-    if PAIR:
+    if LAYOUT == "apart":
+        P, Q, full, empty, done = allocate(PAIR_BM, PAIR_BN, PAIR_BK, APART_SLOTS, dy0, x0)
+        S, loaded, stored, G, given, taken = allocate_states(True)
+        gl.warp_specialize(
+            [
+                (_apart_update, (
+                    S, loaded, G, given, taken, done, ends, across, salts, heights,
+                    scales0, scales1, scalars_ptr, seed_ptr, SCALARS, RULE, STOCHASTIC,
+                )),
+                (multiplier, (ends, M, P, Q, full, empty, G, given, taken)),
+                (operand_loader, (dy, x, ends, across, M, P, Q, full, empty)),
+                (state_loader, (w, m, v, ends, across, S, loaded, stored, True)),
+                (apart_storer, (w, m, v, ends, across, S, stored, done, True)),
+            ],
+            WORKER_WARPS,
+            WORKER_REGISTERS,
+        )  # fmt: skip
+    elif LAYOUT == "pair":
         P, Q, full, empty, done = allocate(PAIR_BM, PAIR_BN, PAIR_BK, PAIR_SLOTS, dy0, x0)
         gl.warp_specialize(
             [
