@@ -201,16 +201,3 @@ def finish(it, done):
     fence_async_shared()
     thread_barrier()
     mbarrier.arrive(done.index(it % DONES), count=1)
-
-
-@gluon.jit
-def halves_of_program(ends):
-    """How many halves of tiles this program has."""
-    rest = gl.maximum(ends[GROUPS - 1] - gl.program_id(0), 0)
-    return (rest + gl.num_programs(0) - 1) // gl.num_programs(0) * 2
-
-
-@gluon.jit
-def half_at(it):
-    """Tile and half of turn ``it``."""
-    return gl.program_id(0) + it // 2 * gl.num_programs(0), it % 2

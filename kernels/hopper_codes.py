@@ -3,8 +3,9 @@
 A row of a tile lies in four lanes of a warp, so the largest value of a block of 128 columns, which
 its exponent depends on, is a reduction within a thread and over four lanes. A block's new states
 stay in registers until it is known; therefore rows are updated in units of eight rows of each warp
-and 128 columns, 32 elements a thread: of 16 rows, as accumulators lie, the first or the last eight. Two neighbouring columns
-are one number from the slot to the slot, because that is what a thread owns next to each other.
+and 128 columns, 32 elements a thread: of 16 rows, as accumulators lie, the first or the last
+eight. Two neighbouring columns are one number from the slot to the slot, because that is what a
+thread owns next to each other.
 
 W is the number of warps, four or eight; a unit has 8 W rows. Memory holds two units, or one.
 """

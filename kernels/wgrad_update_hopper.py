@@ -6,9 +6,9 @@ The same as kernels/wgrad_update.py, with the same random bits. Shapes: dY [M, N
 both states [N, K], contiguous; dY, X and w bf16, the states bf16 or 8-bit codes; K a multiple of
 256, N of 8.
 
-How the kernels are built is in kernels/hopper_ring.py, and with two programs an SM in
-kernels/hopper_pair.py. Here are the update of bf16 states, by chunks of 64 columns, and the
-function that launches this kernel or, for 8-bit states, that of
+How the kernels are built is in kernels/hopper_ring.py, with two programs an SM in
+kernels/hopper_pair.py, with warps that only update in kernels/hopper_apart.py. Here are the kernel
+of bf16 states and the function that launches it or, for 8-bit states, that of
 kernels/wgrad_update_hopper_int8.py.
 """
 
@@ -34,14 +34,12 @@ from forge.kernels.hopper_apart import (
     allocate_states,
     apart_storer,
     finish,
-    half_at,
-    halves_of_program,
     multiplier,
     operand_loader,
     state_loader,
     take_gradient,
 )
-from forge.kernels.hopper_codes import rows_layout
+from forge.kernels.hopper_chunks import update_chunk
 from forge.kernels.hopper_pair import (
     HALF,
     PAIR_BK,
@@ -81,7 +79,6 @@ from forge.kernels.hopper_ring import (
     thread_barrier,
     wait_for_launches_in_front,
     wait_full,
-    widen,
 )
 from forge.kernels.runtime import Dual
 from forge.kernels.target import Target
@@ -107,81 +104,6 @@ _PROGRAMS: dict[str, tuple[int, dict[str, int]]] = {
 # How much later the second programs of the SMs begin, ns a token: about half of a tile's time.
 PAIR_DELAY = 8
 
-# Two neighbours at a time: $0-2 the stored pairs of w and the states, $3-8 their fp32 values, $9-10
-# the element numbers, seeded. As rounding.py: one hash for both, add its upper half, keep the upper
-# half of the sum. A NaN of all ones would carry into the sign, so nothing is added to a pair whose
-# w has one; a rule of two states makes w NaN whenever it makes a state NaN.
-_ROUND = gl.constexpr("""{
-.reg .f32 t, u;
-.reg .b64 p;
-.reg .b32 h, g, a, b;
-mov.b32 t, $3; mov.b32 u, $4; set.num.u32.f32 g, t, u;
-mul.wide.u32 p, $9, 0x9E3779B1; mov.b64 {a, b}, p; xor.b32 h, a, b;
-mul.wide.u32 p, h, 0x85EBCA77; mov.b64 {a, b}, p; lop3.b32 h, a, b, g, 0x28; // (a ^ b) & g
-mul.lo.u32 g, h, 0x9E3779B1;
-shr.u32 a, h, 16; add.u32 a, a, $3; shr.u32 b, g, 16; add.u32 b, b, $4;
-prmt.b32 $0, a, b, 0x7632;
-shr.u32 a, h, 16; add.u32 a, a, $5; shr.u32 b, g, 16; add.u32 b, b, $6;
-prmt.b32 $1, a, b, 0x7632;
-shr.u32 a, h, 16; add.u32 a, a, $7; shr.u32 b, g, 16; add.u32 b, b, $8;
-prmt.b32 $2, a, b, 0x7632;
-}""")
-_ROUND_CONSTRAINTS = gl.constexpr("=r,=r,=r,r,r,r,r,r,r,r,r")
-
-
-@gluon.jit
-def _stochastic_bf16(w, m, v, numbers):
-    bits = (
-        w.to(gl.int32, bitcast=True),
-        m.to(gl.int32, bitcast=True),
-        v.to(gl.int32, bitcast=True),
-    )
-    return gl.inline_asm_elementwise(
-        _ROUND,
-        _ROUND_CONSTRAINTS,
-        [bits[0], bits[1], bits[2], numbers],
-        dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16),
-        is_pure=True,
-        pack=2,
-    )
-
-
-@gluon.constexpr_function
-def _chunk_layout(rows, warps):
-    """16 rows a warp as accumulators lie, or eight."""
-    if rows == 8 * warps:
-        return rows_layout(warps, CHUNK.value, 2)
-    return gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[rows // 16, 1], instr_shape=[16, CHUNK.value, 16]
-    )
-
-
-@gluon.jit
-def _update_chunk(
-    dw, wb, b0, b1, row: gl.constexpr, column: gl.constexpr, base, pitch, seed, scalars,
-    RULE: gl.constexpr, STOCHASTIC: gl.constexpr,
-):  # fmt: skip
-    """Update w and both states in their slot, at ``row`` and ``column`` of the tile."""
-    layout: gl.constexpr = _chunk_layout(wb.shape[0], gl.num_warps())
-    dw = gl.convert_layout(dw, layout, assert_trivial=True)
-    states = (widen(b0.load(layout)), widen(b1.load(layout)))
-    w, states = RULE(widen(wb.load(layout)), dw, states, scalars)
-    if STOCHASTIC:
-        # base is a multiple of 128, or 256, and the column is below it: xor is the sum, and the
-        # compiler cannot reassociate it into one address register for every element.
-        rows = gl.arange(0, wb.shape[0], layout=gl.SliceLayout(1, layout)) + row
-        columns = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, layout)) + column
-        numbers = (rows * pitch + base).to(gl.uint32) ^ seed
-        numbers = numbers[:, None] ^ columns.to(gl.uint32)[None, :]
-        w, m, v = _stochastic_bf16(w, states[0], states[1], numbers)
-        wb.store(w)
-        b0.store(m)
-        b1.store(v)
-    else:
-        wb.store(w.to(gl.bfloat16))
-        b0.store(states[0].to(gl.bfloat16))
-        b1.store(states[1].to(gl.bfloat16))
-
 
 @gluon.jit
 def _math(
@@ -205,7 +127,7 @@ def _math(
         for c in gl.static_range(PARTS):
             i = wait_full(it + c, full)
             wb, b0, b1 = chunk_views(P.index(i), Q.index(i), smem)
-            _update_chunk(
+            update_chunk(
                 quarters[c], wb, b0, b1, 0, c * CHUNK, base, pitch, seed, scalars, RULE, STOCHASTIC
             )
             fence_async_shared()
@@ -235,7 +157,7 @@ def _pair_math(
             m = pieces(P, Q, wait_full(it + 1, full))
             v = pieces(P, Q, wait_full(it + 2, full))
             for c in gl.static_range(2):
-                _update_chunk(
+                update_chunk(
                     chunks[c], w[c], m[c], v[c], half * HALF, c * CHUNK, base, pitch, seed, scalars,
                     RULE, STOCHASTIC,
                 )  # fmt: skip
@@ -252,20 +174,22 @@ def _apart_update(
     SCALARS: gl.constexpr, RULE: gl.constexpr, STOCHASTIC: gl.constexpr,
 ):  # fmt: skip
     scalars, seed = load_scalars(scalars_ptr, seed_ptr, SCALARS)
-    for it in range(halves_of_program(ends)):
-        tile, half = half_at(it)
+    it = 0
+    for tile in range(gl.program_id(0), ends[GROUPS - 1], gl.num_programs(0)):
         first, tk, salt = place(tile, ends, across, salts)
         pitch = tk * PAIR_BK
-        row = (tile - first) // tk * PAIR_BN + half * HALF
-        base = row * pitch + (tile - first) % tk * PAIR_BK + salt
-        i = wait_full(it, full) * STATE_PIECES
-        chunks = halves(take_gradient(it, G, given, taken))
-        for c in gl.static_range(2):
-            _update_chunk(
-                chunks[c], S.index(i + c), S.index(i + 2 + c), S.index(i + 4 + c), 0, c * CHUNK,
-                base, pitch, seed, scalars, RULE, STOCHASTIC,
-            )  # fmt: skip
-        finish(it, done)
+        base = (tile - first) // tk * PAIR_BN * pitch + (tile - first) % tk * PAIR_BK + salt
+        for half in range(2):
+            i = wait_full(it, full) * STATE_PIECES
+            chunks = halves(take_gradient(it, G, given, taken))
+            for c in gl.static_range(2):
+                update_chunk(
+                    chunks[c], S.index(i + c), S.index(i + 2 + c), S.index(i + 4 + c),
+                    0, c * CHUNK, base + half * HALF * pitch, pitch, seed, scalars,
+                    RULE, STOCHASTIC,
+                )  # fmt: skip
+            finish(it, done)
+            it += 1
 
 
 _INTEGERS = [f"{name}{j}" for name in "eka" for j in range(GROUPS.value)]
@@ -362,19 +286,15 @@ def wgrad_update_hopper(
     bf16; or int8 and uint8 codes, with exponents from an even address.
 
     ``layout``: how an SM's warps share the work, see ``Layout``; by default as in ``CHOICE``. The
-    results are the same.
+    results are the same. ValueError: there is no such layout.
     """
-    device = targets[0].param.device
-    sms = torch.cuda.get_device_properties(device).multi_processor_count
     codes = bool(targets[0].scales)
     kernel = _wgrad_update_hopper_int8_kernel if codes else _wgrad_update_hopper_kernel
     tokens = dys[0].shape[0]
-    if layout is None:
-        choice = CHOICE["int8" if codes else "bf16"]
-        layout = next(name for most, name in choice if tokens <= most)
-    elif layout not in _PROGRAMS:
-        raise ValueError(f"layout: is {layout!r}, must be one of {', '.join(_PROGRAMS)} or None")
+    layout = _chosen(layout, tokens, "int8" if codes else "bf16")
     programs, options = _PROGRAMS[layout]
+    device = targets[0].param.device
+    sms = torch.cuda.get_device_properties(device).multi_processor_count
     with torch.cuda.device(device):
         for start in range(0, len(targets), GROUPS.value):
             group = slice(start, start + GROUPS.value)
@@ -394,6 +314,15 @@ def wgrad_update_hopper(
                 launch_pdl=True,
                 **options,
             )
+
+
+def _chosen(layout: Layout | None, tokens: int, states: str) -> Layout:
+    """The layout asked for, or that of the table; raise the ValueError of an unknown one."""
+    if layout is None:
+        return next(name for most, name in CHOICE[states] if tokens <= most)
+    if layout not in _PROGRAMS:
+        raise ValueError(f"layout: is {layout!r}, must be one of {', '.join(_PROGRAMS)} or None")
+    return layout
 
 
 def _arguments(
@@ -416,8 +345,8 @@ def _arguments(
         states = [s.view(torch.bfloat16) for s in target.states]
         described.append(
             [
-                TensorDescriptor.from_tensor(t, block, layout)
-                for t, block, layout in zip(
+                TensorDescriptor.from_tensor(t, block, smem)
+                for t, block, smem in zip(
                     (dy, x, target.param, *states), blocks, layouts, strict=True
                 )
             ]

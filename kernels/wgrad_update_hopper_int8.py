@@ -2,7 +2,8 @@
 
 States are codes [N, K], int8 or uint8, with exponents [N, K / 128], uint8 (kernels/block_code.py).
 Both are updated as by kernels/apply_rule.py, with the same random bits, in units of rows
-(kernels/hopper_codes.py). The exponents of a tile are read before it is multiplied.
+(kernels/hopper_codes.py). The exponents of a tile are read before they are needed: before it is
+multiplied, or while the tile before is updated.
 """
 
 from __future__ import annotations
@@ -19,8 +20,6 @@ from forge.kernels.hopper_apart import (
     allocate_states,
     apart_storer,
     finish,
-    half_at,
-    halves_of_program,
     multiplier,
     operand_loader,
     state_loader,
@@ -244,13 +243,12 @@ def _pair_math(
 
 
 @gluon.jit
-def _apart_exponents(it, ends, across, heights, scales0, scales1):
-    """Where exponents of the half of turn ``it`` lie, of both states; which exist."""
-    tile, half = half_at(it)
-    p0, p1, inside = _scales(
-        tile, ends, across, heights, scales0, scales1, 0, 1, half * HALF, PAIR_BN, 8
-    )
-    return p0, p1, inside & (tile < ends[GROUPS - 1])
+def _load_exponents(p0, p1, row, column, tk, height):
+    """Of both states, in the 64 rows of a half that begins at ``row``."""
+    at = unit_rows(8, 0, 1) + row
+    offset = at * tk + column
+    e0 = gl.load(p0 + offset, mask=at < height, other=0)
+    return e0, gl.load(p1 + offset, mask=at < height, other=0)
 
 
 @gluon.jit
@@ -261,32 +259,44 @@ def _apart_update(
 ):  # fmt: skip
     scalars, seed = load_scalars(scalars_ptr, seed_ptr, SCALARS)
     kept = constants(seed)
-    p0, p1, inside = _apart_exponents(0, ends, across, heights, scales0, scales1)
-    e0 = gl.load(p0, mask=inside, other=0)
-    e1 = gl.load(p1, mask=inside, other=0)
-    for it in range(halves_of_program(ends)):
-        # Those of the next half come while this one is updated. No other half has them.
-        p0, p1, inside = _apart_exponents(it + 1, ends, across, heights, scales0, scales1)
-        next0 = gl.load(p0, mask=inside, other=0)
-        next1 = gl.load(p1, mask=inside, other=0)
-        tile, half = half_at(it)
-        first, tk, salt = place(tile, ends, across, salts)
+    end = ends[GROUPS - 1]
+    start = gl.program_id(0)
+    first, tk, height, p0, p1 = _of_tile(start, ends, across, heights, scales0, scales1)
+    row = (start - first) // tk * PAIR_BN
+    column = (start - first) % tk
+    a0, a1 = _load_exponents(p0, p1, row, column, tk, height)
+    b0, b1 = _load_exponents(p0, p1, row + HALF, column, tk, height)
+    it = 0
+    for tile in range(start, end, gl.num_programs(0)):
+        # Exponents of the next tile come while this one is updated. No other tile has them.
+        after = tile + gl.num_programs(0)
+        first, tk2, height2, q0, q1 = _of_tile(after, ends, across, heights, scales0, scales1)
+        # Of no tile at all, no row exists.
+        height2 = gl.where(after < end, height2, 0)
+        row2 = (after - first) // tk2 * PAIR_BN
+        column2 = (after - first) % tk2
+        c0, c1 = _load_exponents(q0, q1, row2, column2, tk2, height2)
+        d0, d1 = _load_exponents(q0, q1, row2 + HALF, column2, tk2, height2)
+        _, _, salt = place(tile, ends, across, salts)
         pitch = tk * PAIR_BK
-        row = (tile - first) // tk * PAIR_BN + half * HALF
-        base = row * pitch + (tile - first) % tk * PAIR_BK + salt
-        i = wait_full(it, full) * CODE_PIECES
-        g = take_gradient(it, G, given, taken)
-        f0, f1 = update_unit(
-            g, S.index(i + 2), S.index(i + 3), S.index(i), S.index(i + 1), 0,
-            (e0.to(gl.int32), e1.to(gl.int32)), 0, base, pitch, seed, kept, scalars,
-            RULE, STOCHASTIC,
-        )  # fmt: skip
-        finish(it, done)
-        p0, p1, inside = _apart_exponents(_again(it), ends, across, heights, scales0, scales1)
-        gl.store(p0, f0.to(gl.uint8), mask=inside)
-        gl.store(p1, f1.to(gl.uint8), mask=inside)
-        e0 = next0
-        e1 = next1
+        for half in range(2):
+            at = row + half * HALF
+            i = wait_full(it, full) * CODE_PIECES
+            g = take_gradient(it, G, given, taken)
+            e0 = gl.where(half == 0, a0, b0).to(gl.int32)
+            e1 = gl.where(half == 0, a1, b1).to(gl.int32)
+            e0, e1 = update_unit(
+                g, S.index(i + 2), S.index(i + 3), S.index(i), S.index(i + 1), 0, (e0, e1), 0,
+                at * pitch + column * PAIR_BK + salt, pitch, seed, kept, scalars, RULE, STOCHASTIC,
+            )  # fmt: skip
+            finish(it, done)
+            rows = unit_rows(8, 0, 1) + at
+            offset = rows * tk + column
+            gl.store(p0 + offset, e0.to(gl.uint8), mask=rows < height)
+            gl.store(p1 + offset, e1.to(gl.uint8), mask=rows < height)
+            it += 1
+        a0, a1, b0, b1 = c0, c1, d0, d1
+        tk, height, p0, p1, row, column = tk2, height2, q0, q1, row2, column2
 
 
 _INTEGERS = [f"{name}{j}" for name in "ekah" for j in range(GROUPS.value)]
