@@ -52,6 +52,7 @@ def _stochastic_bf16(w, m, v, numbers):
 
 @gluon.constexpr_function
 def _chunk_layout(rows, warps):
+    """Of [rows, 64], which lie in so many warps."""
     if rows == 8 * warps:
         return rows_layout(warps, CHUNK.value, 2)
     return gl.NVMMADistributedLayout(
