@@ -180,8 +180,8 @@ def _apart_update(
         pitch = tk * PAIR_BK
         base = (tile - first) // tk * PAIR_BN * pitch + (tile - first) % tk * PAIR_BK + salt
         for half in range(2):
-            i = wait_full(it, full) * STATE_PIECES
             chunks = halves(take_gradient(it, G, given, taken))
+            i = wait_full(it, full) * STATE_PIECES
             for c in gl.static_range(2):
                 update_chunk(
                     chunks[c], S.index(i + c), S.index(i + 2 + c), S.index(i + 4 + c),

@@ -281,8 +281,8 @@ def _apart_update(
         pitch = tk * PAIR_BK
         for half in range(2):
             at = row + half * HALF
-            i = wait_full(it, full) * CODE_PIECES
             g = take_gradient(it, G, given, taken)
+            i = wait_full(it, full) * CODE_PIECES
             e0 = gl.where(half == 0, a0, b0).to(gl.int32)
             e1 = gl.where(half == 0, a1, b1).to(gl.int32)
             e0, e1 = update_unit(
