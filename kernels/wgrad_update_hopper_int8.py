@@ -243,6 +243,23 @@ def _pair_math(
 
 
 @gluon.jit
+def _geometry(tile, ends, across, salts, heights, scales0, scales1):
+    """Of a tile: its row and column of tiles. Of its matrix: where it ends, tiles across, height,
+    salt, exponents. And how far the program's next tile lies below and to the right."""
+    first, tk, height, p0, p1 = _of_tile(tile, ends, across, heights, scales0, scales1)
+    _, _, salt = place(tile, ends, across, salts)
+    end = ends[GROUPS - 1]
+    for j in gl.static_range(1, GROUPS):
+        end = gl.where(tile < ends[GROUPS - 1 - j], ends[GROUPS - 1 - j], end)
+    row = (tile - first) // tk
+    down = gl.num_programs(0) // tk
+    right = gl.num_programs(0) - down * tk
+    # A tile beyond the last has no rows.
+    height = gl.where(tile < end, height, 0)
+    return row, tile - first - row * tk, end, tk, height, salt, p0, p1, down, right
+
+
+@gluon.jit
 def _load_exponents(p0, p1, row, column, tk, height):
     """Of both states, in the 64 rows of a half that begins at ``row``."""
     at = unit_rows(8, 0, 1) + row
@@ -259,28 +276,31 @@ def _apart_update(
 ):  # fmt: skip
     scalars, seed = load_scalars(scalars_ptr, seed_ptr, SCALARS)
     kept = constants(seed)
-    end = ends[GROUPS - 1]
     start = gl.program_id(0)
-    first, tk, height, p0, p1 = _of_tile(start, ends, across, heights, scales0, scales1)
-    row = (start - first) // tk * PAIR_BN
-    column = (start - first) % tk
-    a0, a1 = _load_exponents(p0, p1, row, column, tk, height)
-    b0, b1 = _load_exponents(p0, p1, row + HALF, column, tk, height)
+    row, column, end, tk, height, salt, p0, p1, down, right = _geometry(
+        start, ends, across, salts, heights, scales0, scales1
+    )
+    a0, a1 = _load_exponents(p0, p1, row * PAIR_BN, column, tk, height)
+    b0, b1 = _load_exponents(p0, p1, row * PAIR_BN + HALF, column, tk, height)
     it = 0
-    for tile in range(start, end, gl.num_programs(0)):
-        # Exponents of the next tile come while this one is updated. No other tile has them.
-        after = tile + gl.num_programs(0)
-        first, tk2, height2, q0, q1 = _of_tile(after, ends, across, heights, scales0, scales1)
-        # Of no tile at all, no row exists.
-        height2 = gl.where(after < end, height2, 0)
-        row2 = (after - first) // tk2 * PAIR_BN
-        column2 = (after - first) % tk2
-        c0, c1 = _load_exponents(q0, q1, row2, column2, tk2, height2)
-        d0, d1 = _load_exponents(q0, q1, row2 + HALF, column2, tk2, height2)
-        _, _, salt = place(tile, ends, across, salts)
+    for tile in range(start, ends[GROUPS - 1], gl.num_programs(0)):
+        # Where the next tile lies: eight warps would wait for a division, which is rarely needed.
+        wrap = column + right >= tk
+        row2 = row + down + gl.where(wrap, 1, 0)
+        column2 = column + right - gl.where(wrap, tk, 0)
+        end2, tk2, height2, salt2, q0, q1, down2, right2 = (
+            end, tk, height, salt, p0, p1, down, right,
+        )  # fmt: skip
+        if tile + gl.num_programs(0) >= end:
+            row2, column2, end2, tk2, height2, salt2, q0, q1, down2, right2 = _geometry(
+                tile + gl.num_programs(0), ends, across, salts, heights, scales0, scales1
+            )
+        # Its exponents come while this one is updated. No other tile has them.
+        c0, c1 = _load_exponents(q0, q1, row2 * PAIR_BN, column2, tk2, height2)
+        d0, d1 = _load_exponents(q0, q1, row2 * PAIR_BN + HALF, column2, tk2, height2)
         pitch = tk * PAIR_BK
         for half in range(2):
-            at = row + half * HALF
+            at = row * PAIR_BN + half * HALF
             g = take_gradient(it, G, given, taken)
             i = wait_full(it, full) * CODE_PIECES
             e0 = gl.where(half == 0, a0, b0).to(gl.int32)
@@ -296,7 +316,8 @@ def _apart_update(
             gl.store(p1 + offset, e1.to(gl.uint8), mask=rows < height)
             it += 1
         a0, a1, b0, b1 = c0, c1, d0, d1
-        tk, height, p0, p1, row, column = tk2, height2, q0, q1, row2, column2
+        row, column, end, tk, height = row2, column2, end2, tk2, height2
+        salt, p0, p1, down, right = salt2, q0, q1, down2, right2
 
 
 _INTEGERS = [f"{name}{j}" for name in "ekah" for j in range(GROUPS.value)]
