@@ -284,6 +284,10 @@ def _apart_update(
     b0, b1 = _load_exponents(p0, p1, row * PAIR_BN + HALF, column, tk, height)
     it = 0
     for tile in range(start, ends[GROUPS - 1], gl.num_programs(0)):
+        # Of both halves, a byte each. Used here, because who waits for one load waits for all, also
+        # for those below.
+        old0 = _again(a0.to(gl.int32) | b0.to(gl.int32) << 8)
+        old1 = _again(a1.to(gl.int32) | b1.to(gl.int32) << 8)
         # Where the next tile lies: eight warps would wait for a division, which is rarely needed.
         wrap = column + right >= tk
         row2 = row + down + gl.where(wrap, 1, 0)
@@ -303,10 +307,9 @@ def _apart_update(
             at = row * PAIR_BN + half * HALF
             g = take_gradient(it, G, given, taken)
             i = wait_full(it, full) * CODE_PIECES
-            e0 = gl.where(half == 0, a0, b0).to(gl.int32)
-            e1 = gl.where(half == 0, a1, b1).to(gl.int32)
             e0, e1 = update_unit(
-                g, S.index(i + 2), S.index(i + 3), S.index(i), S.index(i + 1), 0, (e0, e1), 0,
+                g, S.index(i + 2), S.index(i + 3), S.index(i), S.index(i + 1), 0,
+                ((old0 >> 8 * half) & 0xFF, (old1 >> 8 * half) & 0xFF), 0,
                 at * pitch + column * PAIR_BK + salt, pitch, seed, kept, scalars, RULE, STOCHASTIC,
             )  # fmt: skip
             finish(it, done)
