@@ -49,6 +49,7 @@ PAIR_BLOCKS = (
 PAIR_LAYOUTS = tuple(
     gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16) for block in PAIR_BLOCKS
 )
+# How a piece lies in shared memory.
 PIECE = gl.constexpr(PAIR_LAYOUTS[2])
 
 

@@ -8,8 +8,8 @@ place in its slot; only the store warp waits for stores.
 
 A slot is two pieces, P of 16 KB and Q of 32 KB. Each has a barrier ``full`` (loaded) and ``empty``
 (may be loaded again); ``done`` counts the updated parts, which the store warp waits for. Which part
-lies where is up to ``_load_group`` and ``_store_group``. kernels/hopper_pair.py has a ring of its
-own, for tiles of 128 x 128.
+lies where is up to ``_load_group`` and ``_store_group``. kernels/hopper_pair.py and
+kernels/hopper_apart.py have rings of their own, for tiles of 128 x 128.
 """
 
 from __future__ import annotations
