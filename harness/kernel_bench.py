@@ -26,6 +26,7 @@ from forge.harness.kernel_cases import OPS, Case, model_cases
 from forge.harness.kernel_timing import Row, measure
 from forge.harness.logs import LOG_FILE
 from forge.harness.options import RESULTS
+from forge.harness.product_cases import PRODUCTS, product_cases
 from forge.harness.runner import new_folder
 from forge.harness.shapes import Shape, load_shape
 from forge.harness.update_cases import OP as UPDATE
@@ -120,8 +121,8 @@ def command(
     op: Annotated[
         str,
         typer.Option(
-            help=f"{', '.join([UPDATE, *(known.name for known in OPS)])}; separated by commas "
-            "(default: all)"
+            help=f"{', '.join([UPDATE, *(known.name for known in OPS), PRODUCTS])}; separated by "
+            "commas (default: all)"
         ),
     ] = "",
     case: Annotated[str, typer.Option(help="cases, likewise")] = "",
@@ -158,6 +159,8 @@ def command(
     on_gpu = where == "cuda"
     model, shape = workload(on_gpu)
     cases = [*update_cases(model, shape, on_gpu), *model_cases(model, shape, on_gpu)]
+    if on_gpu:
+        cases += product_cases(model, shape)
     counts = _tokens(tokens) or ([] if on_gpu else list(CPU_TOKENS))
     plans = options.checked(plan, cases, op, case, provider, counts)
     if write_paths:

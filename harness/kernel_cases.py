@@ -135,11 +135,13 @@ class Op:
     flops: Callable[[Shape, int], tuple[float, float]] = lambda shape, tokens: (0.0, 0.0)
 
 
-def _random(*size: int) -> Tensor:
+def random(*size: int) -> Tensor:
+    """Normally distributed, bf16."""
     return torch.randn(size).bfloat16()
 
 
-def _gain(size: int) -> Tensor:
+def gain(size: int) -> Tensor:
+    """Weights of a norm, bf16, of about 1."""
     return (1 + 0.1 * torch.randn(size)).bfloat16()
 
 
@@ -169,7 +171,7 @@ def _by_heads(norm: Callable[..., Tensor], rope: Callable[..., Any]) -> Callable
 def _heads(shape: Shape, tokens: int) -> tuple[Tensor, ...]:
     """q, k and v [1, heads, T, D], in memory [1, T, heads, D]."""
     counts = (shape.heads, shape.kv_heads, shape.kv_heads)
-    return tuple(_random(1, tokens, n, shape.head_dim).transpose(1, 2) for n in counts)
+    return tuple(random(1, tokens, n, shape.head_dim).transpose(1, 2) for n in counts)
 
 
 def _liger(name: str) -> Any:
@@ -182,7 +184,7 @@ OPS = (
     Op(
         name="rms_norm",
         functions=("rms_norm",),
-        inputs=lambda s, t: ((_random(t, s.hidden), _gain(s.hidden)), ()),
+        inputs=lambda s, t: ((random(t, s.hidden), gain(s.hidden)), ()),
         ours=lambda x, w: rms_norm(x, w, EPS),
         plain=lambda x, w: F.rms_norm(x, w.shape, w, EPS),
         exact=lambda x, w: rms_norm_reference(x, w, EPS)[0],
@@ -192,7 +194,7 @@ OPS = (
     Op(
         name="add_rms_norm",
         functions=("add_rms_norm",),
-        inputs=lambda s, t: ((_random(t, s.hidden), _random(t, s.hidden), _gain(s.hidden)), ()),
+        inputs=lambda s, t: ((random(t, s.hidden), random(t, s.hidden), gain(s.hidden)), ()),
         ours=lambda x, r, w: add_rms_norm(x, r, w, EPS),
         plain=_plain_add_rms_norm,
         exact=lambda x, r, w: rms_norm_reference(x, w, EPS, r),
@@ -204,7 +206,7 @@ OPS = (
         name="qk_norm_rope",
         functions=("qk_norm_rope", "qkv_norm_rope"),
         inputs=lambda s, t: (
-            (_random(1, t, s.q_width), _random(1, t, s.kv_width), *map(_gain, [s.head_dim] * 2)),
+            (random(1, t, s.q_width), random(1, t, s.kv_width), *map(gain, [s.head_dim] * 2)),
             _rotation(t, s.head_dim),
         ),
         ours=lambda q, k, wq, wk, cos, sin: qk_norm_rope(q, k, wq, wk, cos, sin, EPS),
@@ -231,7 +233,7 @@ OPS = (
     Op(
         name="swiglu",
         functions=("swiglu", "packed_swiglu"),
-        inputs=lambda s, t: ((_random(t, s.intermediate), _random(t, s.intermediate)), ()),
+        inputs=lambda s, t: ((random(t, s.intermediate), random(t, s.intermediate)), ()),
         ours=swiglu,
         plain=lambda gate, up: F.silu(gate) * up,
         exact=swiglu_reference,
@@ -258,7 +260,7 @@ OPS = (
         name="linear_cross_entropy",
         functions=("linear_cross_entropy",),
         inputs=lambda s, t: (
-            (_random(t, s.hidden), (0.02 * torch.randn(s.vocab, s.hidden)).bfloat16()),
+            (random(t, s.hidden), (0.02 * torch.randn(s.vocab, s.hidden)).bfloat16()),
             (torch.randint(s.vocab, (t,)),),
         ),
         ours=linear_cross_entropy,
@@ -325,7 +327,8 @@ def _differentiated(
     return [*outs, *torch.autograd.grad(outs, leaves, upstream)]
 
 
-def _prepare(op: Op, shape: Shape, backward: bool, tokens: int, device: torch.device) -> Work:
+def prepare(op: Op, shape: Shape, backward: bool, tokens: int, device: torch.device) -> Work:
+    """The work of ``op``, forward, or forward and ``backward``."""
     elements = sum(op.elements(shape, tokens)[: 1 + backward])
     copies = 1 if device.type == "cpu" else max(1, round(COLD_BYTES / BF16 / elements))
     with device:
@@ -378,5 +381,5 @@ def model_cases(model: str, shape: Shape, on_gpu: bool) -> Iterator[Case]:
             providers += ["torch.compile", *(["liger"] if op.liger else [])]
         for backward in (False, True):
             name = f"{model}-forward{'-backward' if backward else ''}"
-            prepare = partial(_prepare, op, shape, backward)
-            yield Case(op.name, name, (512, 4096), tuple(providers), prepare)
+            work = partial(prepare, op, shape, backward)
+            yield Case(op.name, name, (512, 4096), tuple(providers), work)

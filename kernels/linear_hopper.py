@@ -50,7 +50,7 @@ from forge.kernels.runtime import as_rows
 
 
 @gluon.jit
-def _let_next_start():
+def let_next_start():
     gl.inline_asm_elementwise(
         "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -66,7 +66,7 @@ def _load_weight(w, term, column, barrier, slot, DX: gl.constexpr, pred):
 
 
 @gluon.jit
-def _ring(x, w, SLOTS: gl.constexpr):
+def make_ring(x, w, SLOTS: gl.constexpr):
     """Slots for blocks of x and of W, and their barriers."""
     X = gl.allocate_shared_memory(gl.bfloat16, [SLOTS] + x.block_shape, x.layout)
     W = gl.allocate_shared_memory(gl.bfloat16, [SLOTS] + w.block_shape, w.layout)
@@ -77,7 +77,7 @@ def _ring(x, w, SLOTS: gl.constexpr):
 
 
 @gluon.jit
-def _load_first_weights(w, column, term, steps, X, W, full, DX: gl.constexpr):
+def load_first_weights(w, column, term, steps, X, W, full, DX: gl.constexpr):
     """Request W of the first turn of the ring."""
     SLOTS: gl.constexpr = X.shape[0]
     # Of x and W.
@@ -89,7 +89,7 @@ def _load_first_weights(w, column, term, steps, X, W, full, DX: gl.constexpr):
 
 
 @gluon.jit
-def _load_first_rows(x, row, term, steps, X, full):
+def load_first_rows(x, row, term, steps, X, full):
     """Request x of the first turn of the ring."""
     SLOTS: gl.constexpr = X.shape[0]
     for i in gl.static_range(SLOTS):
@@ -98,7 +98,7 @@ def _load_first_rows(x, row, term, steps, X, full):
 
 
 @gluon.jit
-def _multiply(x, w, row, column, term, steps, X, W, full, DX: gl.constexpr):
+def multiply(x, w, row, column, term, steps, X, W, full, DX: gl.constexpr):
     """The tile's sum of ``steps`` slots from ``term`` on, fp32; the first turn is under way."""
     SLOTS: gl.constexpr = X.shape[0]
     BM: gl.constexpr = X.shape[1]
@@ -146,17 +146,17 @@ def _linear_hopper_kernel(
     first = gl.program_id(2) * part_steps
     term = first * x.block_shape[1]
     count = gl.minimum(steps - first, part_steps)  # none or fewer, if the last parts have none
-    X, W, full = _ring(x, w, SLOTS)
+    X, W, full = make_ring(x, w, SLOTS)
     # Weights are older than the kernel in front, x is not.
     if not PREFETCH:
         wait_for_launches_in_front()
-        _let_next_start()
-    _load_first_weights(w, column, term, count, X, W, full, DX)
+        let_next_start()
+    load_first_weights(w, column, term, count, X, W, full, DX)
     if PREFETCH:
         wait_for_launches_in_front()
-        _let_next_start()
-    _load_first_rows(x, row, term, count, X, full)
-    acc = _multiply(x, w, row, column, term, count, X, W, full, DX)
+        let_next_start()
+    load_first_rows(x, row, term, count, X, full)
+    acc = multiply(x, w, row, column, term, count, X, W, full, DX)
     layout: gl.constexpr = y.layout
     out = view(X, gl.bfloat16, [BM, BN], layout)
     out.store(acc.to(gl.bfloat16))
@@ -212,16 +212,16 @@ def _linear(
     parts: bool,
     prefetch: bool,
 ) -> Tensor:
-    _check_operands(a, weight, dx)
+    check_operands(a, weight, dx)
     tile = tiles.get((weight.shape[0], weight.shape[1]), OTHER)
-    result = launch(_aligned_rows(a), weight, dx, tile, prefetch)
+    result = launch(aligned_rows(a), weight, dx, tile, prefetch)
     if parts:
         return result
     whole = result[0] if tile.parts == 1 else result.sum(0)
     return whole.view(*a.shape[:-1], whole.shape[1])
 
 
-def _check_operands(a: Tensor, weight: Tensor, dx: bool) -> None:
+def check_operands(a: Tensor, weight: Tensor, dx: bool) -> None:
     """Raise the ValueError of operands that the kernel does not take."""
     name = "dy" if dx else "x"
     if weight.dim() != 2 or a.dim() < 1 or a.shape[-1] != weight.shape[0 if dx else 1]:
@@ -243,7 +243,7 @@ def _check_operands(a: Tensor, weight: Tensor, dx: bool) -> None:
         raise ValueError(f"weight: {tuple(weight.shape)} must be multiples of 8: use F.linear")
 
 
-def _aligned_rows(a: Tensor) -> Tensor:
+def aligned_rows(a: Tensor) -> Tensor:
     """``a`` as rows [T, C] that the tensor memory engine can read."""
     rows = as_rows(a)
     return rows if _is_aligned(rows) else rows.clone(memory_format=torch.contiguous_format)

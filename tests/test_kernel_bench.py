@@ -32,11 +32,12 @@ from forge.harness.kernel_bench import (
     text_of,
     workload,
 )
-from forge.harness.kernel_cases import OPS, model_cases
+from forge.harness.kernel_cases import OPS, model_cases, relative_error
 from forge.harness.kernel_timing import Row, interleave, measure
+from forge.harness.product_cases import product_cases
 from forge.harness.roofline import parts
 from forge.harness.update_cases import update_cases as cases_of_the_update
-from forge.kernels import wgrad_auto
+from forge.kernels import runtime, wgrad_auto
 from forge.queue import UpdateQueue
 
 from .test_harness_cli import forge_bench
@@ -109,6 +110,23 @@ def test_the_cases_are_what_the_design_names():
         forward, both = (c for c in cases if c.op == op.name)
         assert forward.name == "m-forward" and both.name == "m-forward-backward"
         assert {"forge", "torch", "torch.compile"} <= set(forward.providers)
+
+
+@pytest.mark.parametrize("case", list(product_cases("m", SHAPE)), ids=lambda c: c.name)
+def test_products_are_what_their_truth_says(case, monkeypatch):
+    """Through the interpreter, where there is no GPU: the norm's backward has no other way."""
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(runtime, "interpret_cpu", True)
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+    work = case.prepare(5, CPU)
+    assert max(work.errors) < 5e-3
+    for provider in case.providers:
+        run = work.run(provider)
+        found = run.results(run())
+        for one, exact, error in zip(found, work.exact, work.errors, strict=True):
+            assert relative_error(one.detach(), exact) <= error + 1e-3
+    rows = [g for g in SHAPE.gemms if g.name.replace("+", "-") in case.name]
+    assert work.flops in [2 * 5 * g.weights for g in rows]
 
 
 def test_bytes_and_operations():
@@ -482,7 +500,11 @@ def test_the_path_table_needs_every_path(capsys):
 
 # K of every matrix a multiple of 256, as the Hopper kernel wants it.
 WIDE = replace(SHAPE, hidden=256, heads=4, intermediate=512)
-ON_GPU = [*cases_of_the_update("wide", WIDE, True), *model_cases("wide", WIDE, True)]
+ON_GPU = [
+    *cases_of_the_update("wide", WIDE, True),
+    *model_cases("wide", WIDE, True),
+    *product_cases("wide", WIDE),
+]
 
 
 @pytest.mark.gpu

@@ -1,11 +1,18 @@
-"""Products for Hopper against fp32 products of the same bf16 numbers."""
+"""Products for Hopper against exact ones of the same bf16 numbers, on a GPU and without.
+
+On a CPU gluon_on_cpu.py runs the kernel.
+"""
 
 from __future__ import annotations
+
+from contextlib import nullcontext
 
 import pytest
 import torch
 
 from forge.kernels.linear_auto import BACKWARD, FORWARD, TOKENS, Tile
+
+from .gluon_on_cpu import OnCPU
 
 FORMS = [("y", s) for s in FORWARD] + [("dx", s) for s in BACKWARD]
 
@@ -34,6 +41,32 @@ def close(got, want, parts):
     scale = want.square().mean().sqrt()
     error = (got.double() - want).abs()
     assert (error <= 2**-8 * want.abs() + 2**-6 * scale * (parts > 1) + 1e-4 * scale).all()
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
+@pytest.mark.parametrize("prefetch", [False, True])
+@pytest.mark.parametrize(
+    ("form", "shape", "tokens", "tile"),
+    [
+        ("y", (128, 64), 128, Tile(128, 5)),  # one step
+        ("y", (136, 520), 1, Tile(128, 5)),  # two turns of the ring; ragged in all dimensions
+        ("y", (64, 1032), 130, Tile(128, 6, parts=4)),
+        ("y", (64, 72), 9, Tile(64, 4, parts=3)),  # a part without terms
+        ("dx", (520, 136), 130, Tile(128, 5, parts=4)),
+        ("dx", (264, 72), 33, Tile(64, 4, terms=128)),
+    ],
+)
+def test_on_the_cpu(form, shape, tokens, tile, prefetch, late, monkeypatch):
+    module = pytest.importorskip("forge.kernels.linear_hopper")
+    kernel = OnCPU(module._linear_hopper_kernel, late)
+    monkeypatch.setattr(module, "_linear_hopper_kernel", kernel)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    width = shape[1] if form == "y" else shape[0]
+    a = torch.randn(tokens, width + 8).bfloat16()[:, :width]
+    w = (torch.randn(shape) * width**-0.5).bfloat16()
+    got = module.launch(a, w, form == "dx", tile, prefetch)
+    assert kernel.launched == 1 and got.shape[0] == tile.parts and got.isfinite().all()
+    close(got.float().sum(0).bfloat16(), wanted(form, a, w), tile.parts)
 
 
 def operands(form, shape, tokens, pad=0):

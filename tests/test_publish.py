@@ -149,7 +149,7 @@ def test_the_page_needs_no_network_and_ranks_no_published_row():
     assert all(cells[0] == "" for cells in published)
     timed = [cells for cells, row in zip(measured, board.rows, strict=True) if row is not None]
     ranks = [cells[0] for cells in timed if cells[0]]
-    assert ranks[:3] == ["1", "2", "3"]
+    assert ranks.count("1") == len(records.by_run(board.rows)) and {"2", "3"} <= set(ranks)
     ids = [given["id"] for _, given in found.tags if "id" in given]
     own = [name for name in ids if not re.fullmatch(r"[mp][0-9a-f]{10,}", name)]
     assert len(own) == len(set(own)), "an id occurs twice"
@@ -298,7 +298,7 @@ def test_the_front_ends_at_the_edges():
 def test_no_two_rows_of_a_plot_have_one_name(real):
     for run in records.by_run(real).values():
         named = plots.labels(run)
-        assert len(set(named.values())) == len(named) == len(records.by_row(run)) > 10
+        assert len(set(named.values())) == len(named) == len(records.by_row(run)) > 1
     ours = replace(real[0], key="forge-bf16", method="FORGE", states="bf16", execution="eager")
     rows = [
         replace(ours, row=str(i), kernels=kernels)
