@@ -2,11 +2,12 @@
 
 A row of a tile lies in four lanes of a warp, so the largest value of a block of 128 columns, which
 its exponent depends on, is a reduction within a thread and over four lanes. A block's new states
-stay in registers until it is known; therefore rows are updated in units, of the 16 rows of each
-warp the first or the last eight, and 128 columns: 32 elements a thread. Two neighbouring columns
-are one number from the slot to the slot, because that is what a thread owns next to each other.
+stay in registers until it is known; therefore rows are updated in units of eight rows of each warp
+and 128 columns, 32 elements a thread: of 16 rows, as accumulators lie, the first or the last
+eight. Two neighbouring columns are one number from the slot to the slot, because that is what a
+thread owns next to each other.
 
-W is the number of warps, four or eight; a unit has 8 W rows.
+W is the number of warps, four or eight; a unit has 8 W rows. Memory holds two units, or one.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ _ALL = gl.constexpr(tl.PropagateNan.ALL)
 
 
 @gluon.constexpr_function
-def _unit_layout(warps, columns, first):
-    """Of [8 W, columns] in the math warps: eight rows a warp, a row in four lanes.
+def rows_layout(warps, columns, first):
+    """Of [8 W, columns]: eight rows a warp, a row in four lanes.
 
     ``first``: the columns of two neighbouring lanes are so far apart, and what is less in a lane.
     """
@@ -58,18 +59,18 @@ def _unit_layout(warps, columns, first):
 @gluon.constexpr_function
 def unit_layout(warps):
     """A unit as the accumulators lie."""
-    return _unit_layout(warps, 128, 2)
+    return rows_layout(warps, 128, 2)
 
 
 @gluon.constexpr_function
 def _pairs_layout(warps):
     """The same with two columns a number."""
-    return _unit_layout(warps, 64, 1)
+    return rows_layout(warps, 64, 1)
 
 
 @gluon.constexpr_function
 def _slot_layout(warps, columns):
-    """As ``_unit_layout(warps, columns, 1)``, of [warps, one unit of two, rows, columns]."""
+    """As ``rows_layout(warps, columns, 1)``, of [warps, one of the units, rows, columns]."""
     return gl.DistributedLinearLayout(
         reg_bases=[[0, 0, 0, c] for c in (4, 8, 16, 32) if c < columns],
         lane_bases=[[0, 0, 0, c] for c in (1, 2)] + [[0, 0, r, 0] for r in (1, 2, 4)],
@@ -213,12 +214,14 @@ def constants(seed):
 
 @gluon.jit
 def _codes(memory, W: gl.constexpr, unit: gl.constexpr):
-    return view(memory, gl.uint16, [W, 2, 8, 64], _SMEM_CODES).slice(unit, 1, 1)
+    count: gl.constexpr = memory.shape[0] // (8 * W)
+    return view(memory, gl.uint16, [W, count, 8, 64], _SMEM_CODES).slice(unit, 1, 1)
 
 
 @gluon.jit
 def _weights(memory, W: gl.constexpr, unit: gl.constexpr):
-    return view(memory, gl.int32, [W, 2, 8, 32], _SMEM_WEIGHTS).slice(unit, 1, 1)
+    count: gl.constexpr = memory.shape[0] // (8 * W)
+    return view(memory, gl.int32, [W, count, 8, 32], _SMEM_WEIGHTS).slice(unit, 1, 1)
 
 
 @gluon.jit
@@ -240,29 +243,30 @@ def _store(memory, x, layout: gl.constexpr):
 
 
 @gluon.jit
-def _rows(unit: gl.constexpr, W: gl.constexpr, layout: gl.constexpr):
-    """The rows of a unit among the 16 W rows of both."""
+def _rows(unit: gl.constexpr, count: gl.constexpr, W: gl.constexpr, layout: gl.constexpr):
+    """The rows of a unit among the rows of all ``count`` units."""
     i = gl.arange(0, 8 * W, layout=gl.SliceLayout(1, layout))
-    return i // 8 * 16 + i % 8 + 8 * unit
+    return i // 8 * (8 * count) + i % 8 + 8 * unit
 
 
 @gluon.jit
 def _numbers(
-    W: gl.constexpr, unit: gl.constexpr, column: gl.constexpr, base, pitch, seed
+    W: gl.constexpr, unit: gl.constexpr, count: gl.constexpr, column: gl.constexpr, base, pitch,
+    seed,
 ):  # fmt: skip
     """Seeded numbers of the even elements [8 W, 64] of a unit that begins at ``column``."""
     # base is a multiple of the tile's columns and the column is below it: xor is the sum. In this
     # order a thread needs one register a row and an immediate operand a column.
     layout: gl.constexpr = _pairs_layout(W)
-    rows = (_rows(unit, W, layout) * pitch + base).to(gl.uint32) ^ seed
+    rows = (_rows(unit, count, W, layout) * pitch + base).to(gl.uint32) ^ seed
     columns = gl.arange(0, 64, layout=gl.SliceLayout(0, layout)).to(gl.uint32) * 2
     return (rows[:, None] ^ (columns & 7)[None, :]) ^ ((columns & 0x78) + column)[None, :]
 
 
 @gluon.jit
-def unit_rows(W: gl.constexpr, unit: gl.constexpr):
+def unit_rows(W: gl.constexpr, unit: gl.constexpr, count: gl.constexpr):
     """Rows of a unit, as exponents of them lie, int32 [8 W]."""
-    return _rows(unit, W, unit_layout(W))
+    return _rows(unit, count, W, unit_layout(W))
 
 
 @gluon.jit
@@ -275,8 +279,8 @@ def update_unit(
 
     Args:
         g: gradient [8 W, 128], fp32.
-        m, v: memory of both states' codes [16 W, 128].
-        left, right: memory of w, bf16 [16 W, 64] each.
+        m, v: memory of both states' codes [8 W, or 16 W, 128].
+        left, right: memory of w, bf16 [8 W, or 16 W, 64] each.
         exponents: of both states, int32 [8 W].
         column: of the tile, where the unit begins.
         base, pitch: salted number of the element where the memory begins; numbers from row to row.
@@ -300,7 +304,7 @@ def update_unit(
     e1 = _exponents(states[1], 0x0FFFFF)
     # Zero, but the compiler cannot know that: else it draws all random bits beforehand and spills.
     after = _as(_zero(e0), gl.SliceLayout(1, _pairs_layout(W)))
-    numbers = _numbers(W, unit, column, base, pitch, seed ^ after)
+    numbers = _numbers(W, unit, m.shape[0] // (8 * W), column, base, pitch, seed ^ after)
     random = numbers
     if STOCHASTIC:
         random = gl.inline_asm_elementwise(

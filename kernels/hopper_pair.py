@@ -49,14 +49,15 @@ PAIR_BLOCKS = (
 PAIR_LAYOUTS = tuple(
     gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16) for block in PAIR_BLOCKS
 )
-_PIECE = gl.constexpr(PAIR_LAYOUTS[2])
+# How a piece lies in shared memory.
+PIECE = gl.constexpr(PAIR_LAYOUTS[2])
 
 
 @gluon.jit
 def pieces(P, Q, i):
     """Both pieces of slot ``i`` as [64, 64] of 16 bits."""
-    left = view(P.index(i), gl.bfloat16, [HALF, HALF], _PIECE)
-    return left, view(Q.index(i), gl.bfloat16, [HALF, HALF], _PIECE)
+    left = view(P.index(i), gl.bfloat16, [HALF, HALF], PIECE)
+    return left, view(Q.index(i), gl.bfloat16, [HALF, HALF], PIECE)
 
 
 @gluon.jit
@@ -69,6 +70,17 @@ def _load_halves(x, row, column, it, P, Q, full, empty):
 
 
 @gluon.jit
+def load_steps(dy, x, row, column, it, M, P, Q, full, empty):
+    """Request the operands of a tile; the turn after."""
+    for m in range(0, M, PAIR_BM):
+        i = claim(it, PAIR_BM * (PAIR_BN + PAIR_BK) * 2, full, empty)
+        tma_load(dy, [m, row], full.index(i), P.index(i))
+        tma_load(x, [m, column], full.index(i), Q.index(i))
+        it += 1
+    return it
+
+
+@gluon.jit
 def _load_group(
     dy, x, w, s0, s1, tile, first, end, it, M, tiles_k, P, Q, full, empty, CODES: gl.constexpr
 ):
@@ -76,11 +88,7 @@ def _load_group(
     while tile < end:
         row = (tile - first) // tiles_k * PAIR_BN
         column = (tile - first) % tiles_k * PAIR_BK
-        for m in range(0, M, PAIR_BM):
-            i = claim(it, PAIR_BM * (PAIR_BN + PAIR_BK) * 2, full, empty)
-            tma_load(dy, [m, row], full.index(i), P.index(i))
-            tma_load(x, [m, column], full.index(i), Q.index(i))
-            it += 1
+        it = load_steps(dy, x, row, column, it, M, P, Q, full, empty)
         for half in gl.static_range(2):
             at = row + half * HALF
             it = _load_halves(w, at, column, it, P, Q, full, empty)

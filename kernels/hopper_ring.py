@@ -8,8 +8,8 @@ place in its slot; only the store warp waits for stores.
 
 A slot is two pieces, P of 16 KB and Q of 32 KB. Each has a barrier ``full`` (loaded) and ``empty``
 (may be loaded again); ``done`` counts the updated parts, which the store warp waits for. Which part
-lies where is up to ``_load_group`` and ``_store_group``. kernels/hopper_pair.py has a ring of its
-own, for tiles of 128 x 128.
+lies where is up to ``_load_group`` and ``_store_group``. kernels/hopper_pair.py and
+kernels/hopper_apart.py have rings of their own, for tiles of 128 x 128.
 """
 
 from __future__ import annotations
@@ -326,20 +326,22 @@ def place(tile, ends, across, salts):
 
 
 @gluon.jit
+def barriers(count: gl.constexpr):
+    """So many barriers that one arrival completes."""
+    made = gl.allocate_shared_memory(gl.int64, [count, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(count):
+        mbarrier.init(made.index(i), count=1)
+    return made
+
+
+@gluon.jit
 def allocate(
     tokens: gl.constexpr, rows: gl.constexpr, columns: gl.constexpr, slots: gl.constexpr, dy, x
 ):
     """The ring and its barriers, for operands described like ``dy`` and ``x``."""
     P = gl.allocate_shared_memory(gl.bfloat16, [slots, tokens, rows], dy.layout)
     Q = gl.allocate_shared_memory(gl.bfloat16, [slots, tokens, columns], x.layout)
-    full = gl.allocate_shared_memory(gl.int64, [slots, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [slots, 1], mbarrier.MBarrierLayout())
-    done = gl.allocate_shared_memory(gl.int64, [DONES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(slots):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=1)
-    for i in gl.static_range(DONES):
-        mbarrier.init(done.index(i), count=1)
+    full, empty, done = barriers(slots), barriers(slots), barriers(DONES)
     return P, Q, full, empty, done
 
 

@@ -2,7 +2,8 @@
 
 States are codes [N, K], int8 or uint8, with exponents [N, K / 128], uint8 (kernels/block_code.py).
 Both are updated as by kernels/apply_rule.py, with the same random bits, in units of rows
-(kernels/hopper_codes.py). The exponents of a tile are read before it is multiplied.
+(kernels/hopper_codes.py). The exponents of a tile are read before they are needed: before it is
+multiplied, or while the tile before is updated.
 """
 
 from __future__ import annotations
@@ -11,6 +12,19 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from forge.kernels.hopper_apart import (
+    APART_SLOTS,
+    CODE_PIECES,
+    WORKER_REGISTERS,
+    WORKER_WARPS,
+    allocate_states,
+    apart_storer,
+    finish,
+    multiplier,
+    operand_loader,
+    state_loader,
+    take_gradient,
+)
 from forge.kernels.hopper_codes import (
     constants,
     unit_layout,
@@ -95,14 +109,14 @@ def _again(x):
 @gluon.jit
 def _scales(
     tile, ends, across, heights, scales0, scales1,
-    unit: gl.constexpr, row: gl.constexpr, rows: gl.constexpr, W: gl.constexpr,
+    unit: gl.constexpr, units: gl.constexpr, row, rows: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
     """Where exponents of a unit's rows lie, of both states; which rows exist.
 
-    The unit begins at ``row`` of its tile, which has ``rows``.
+    Its memory, of ``units``, begins at ``row`` of the tile, which has ``rows``.
     """
     first, tk, height, p0, p1 = _of_tile(tile, ends, across, heights, scales0, scales1)
-    at = unit_rows(W, unit) + (row + (tile - first) // tk * rows)
+    at = unit_rows(W, unit, units) + (row + (tile - first) // tk * rows)
     offset = at * tk + (tile - first) % tk
     return p0 + offset, p1 + offset, at < height
 
@@ -119,10 +133,10 @@ def _math(
     n = 0
     for tile in range(gl.program_id(0), ends[GROUPS - 1], gl.num_programs(0)):
         # The exponents of both blocks are one number. They are here when they are needed.
-        p0, p1, inside = _scales(tile, ends, across, heights, scales0, scales1, 0, 0, BN, 8)
+        p0, p1, inside = _scales(tile, ends, across, heights, scales0, scales1, 0, 2, 0, BN, 8)
         e00 = gl.load(p0, mask=inside, other=0).to(gl.int32)
         e10 = gl.load(p1, mask=inside, other=0).to(gl.int32)
-        p0, p1, inside = _scales(tile, ends, across, heights, scales0, scales1, 1, 0, BN, 8)
+        p0, p1, inside = _scales(tile, ends, across, heights, scales0, scales1, 1, 2, 0, BN, 8)
         e01 = gl.load(p0, mask=inside, other=0).to(gl.int32)
         e11 = gl.load(p1, mask=inside, other=0).to(gl.int32)
         acc, it = multiply(it, M, P, Q, full, empty)
@@ -161,10 +175,10 @@ def _math(
             if b == 1:
                 mbarrier.arrive(done.index((n + 1) % DONES), count=1)
         same = _again(tile)
-        p0, p1, inside = _scales(same, ends, across, heights, scales0, scales1, 0, 0, BN, 8)
+        p0, p1, inside = _scales(same, ends, across, heights, scales0, scales1, 0, 2, 0, BN, 8)
         gl.store(p0, e00.to(gl.uint16), mask=inside)
         gl.store(p1, e10.to(gl.uint16), mask=inside)
-        p0, p1, inside = _scales(same, ends, across, heights, scales0, scales1, 1, 0, BN, 8)
+        p0, p1, inside = _scales(same, ends, across, heights, scales0, scales1, 1, 2, 0, BN, 8)
         gl.store(p0, e01.to(gl.uint16), mask=inside)
         gl.store(p1, e11.to(gl.uint16), mask=inside)
         it += CODE_PARTS
@@ -187,7 +201,7 @@ def _pair_math(
         e1 = e0
         for q in gl.static_range(4):
             p0, p1, inside = _scales(
-                tile, ends, across, heights, scales0, scales1, q % 2, q // 2 * HALF, PAIR_BN, 4
+                tile, ends, across, heights, scales0, scales1, q % 2, 2, q // 2 * HALF, PAIR_BN, 4
             )
             e0 = e0 | gl.load(p0, mask=inside, other=0).to(gl.int32) << 8 * q
             e1 = e1 | gl.load(p1, mask=inside, other=0).to(gl.int32) << 8 * q
@@ -222,10 +236,91 @@ def _pair_math(
         same = _again(tile)
         for q in gl.static_range(4):
             p0, p1, inside = _scales(
-                same, ends, across, heights, scales0, scales1, q % 2, q // 2 * HALF, PAIR_BN, 4
+                same, ends, across, heights, scales0, scales1, q % 2, 2, q // 2 * HALF, PAIR_BN, 4
             )
             gl.store(p0, _byte(e0, q).to(gl.uint8), mask=inside)
             gl.store(p1, _byte(e1, q).to(gl.uint8), mask=inside)
+
+
+@gluon.jit
+def _geometry(tile, ends, across, salts, heights, scales0, scales1):
+    """Of a tile: its row and column of tiles. Of its matrix: where it ends, tiles across, height,
+    salt, exponents. And how far the program's next tile lies below and to the right."""
+    first, tk, height, p0, p1 = _of_tile(tile, ends, across, heights, scales0, scales1)
+    _, _, salt = place(tile, ends, across, salts)
+    end = ends[GROUPS - 1]
+    for j in gl.static_range(1, GROUPS):
+        end = gl.where(tile < ends[GROUPS - 1 - j], ends[GROUPS - 1 - j], end)
+    row = (tile - first) // tk
+    down = gl.num_programs(0) // tk
+    right = gl.num_programs(0) - down * tk
+    # A tile beyond the last has no rows.
+    height = gl.where(tile < end, height, 0)
+    return row, tile - first - row * tk, end, tk, height, salt, p0, p1, down, right
+
+
+@gluon.jit
+def _load_exponents(p0, p1, row, column, tk, height):
+    """Of both states, in the 64 rows of a half that begins at ``row``."""
+    at = unit_rows(8, 0, 1) + row
+    offset = at * tk + column
+    e0 = gl.load(p0 + offset, mask=at < height, other=0)
+    return e0, gl.load(p1 + offset, mask=at < height, other=0)
+
+
+@gluon.jit
+def _apart_update(
+    S, full, G, given, taken, done, ends, across, salts, heights, scales0, scales1,
+    scalars_ptr, seed_ptr,
+    SCALARS: gl.constexpr, RULE: gl.constexpr, STOCHASTIC: gl.constexpr,
+):  # fmt: skip
+    scalars, seed = load_scalars(scalars_ptr, seed_ptr, SCALARS)
+    kept = constants(seed)
+    start = gl.program_id(0)
+    row, column, end, tk, height, salt, p0, p1, down, right = _geometry(
+        start, ends, across, salts, heights, scales0, scales1
+    )
+    a0, a1 = _load_exponents(p0, p1, row * PAIR_BN, column, tk, height)
+    b0, b1 = _load_exponents(p0, p1, row * PAIR_BN + HALF, column, tk, height)
+    it = 0
+    for tile in range(start, ends[GROUPS - 1], gl.num_programs(0)):
+        # Of both halves, a byte each. Used here, because who waits for one load waits for all, also
+        # for those below.
+        old0 = _again(a0.to(gl.int32) | b0.to(gl.int32) << 8)
+        old1 = _again(a1.to(gl.int32) | b1.to(gl.int32) << 8)
+        # Where the next tile lies: eight warps would wait for a division, which is rarely needed.
+        wrap = column + right >= tk
+        row2 = row + down + gl.where(wrap, 1, 0)
+        column2 = column + right - gl.where(wrap, tk, 0)
+        end2, tk2, height2, salt2, q0, q1, down2, right2 = (
+            end, tk, height, salt, p0, p1, down, right,
+        )  # fmt: skip
+        if tile + gl.num_programs(0) >= end:
+            row2, column2, end2, tk2, height2, salt2, q0, q1, down2, right2 = _geometry(
+                tile + gl.num_programs(0), ends, across, salts, heights, scales0, scales1
+            )
+        # Its exponents come while this one is updated. No other tile has them.
+        c0, c1 = _load_exponents(q0, q1, row2 * PAIR_BN, column2, tk2, height2)
+        d0, d1 = _load_exponents(q0, q1, row2 * PAIR_BN + HALF, column2, tk2, height2)
+        pitch = tk * PAIR_BK
+        for half in range(2):
+            at = row * PAIR_BN + half * HALF
+            g = take_gradient(it, G, given, taken)
+            i = wait_full(it, full) * CODE_PIECES
+            e0, e1 = update_unit(
+                g, S.index(i + 2), S.index(i + 3), S.index(i), S.index(i + 1), 0,
+                ((old0 >> 8 * half) & 0xFF, (old1 >> 8 * half) & 0xFF), 0,
+                at * pitch + column * PAIR_BK + salt, pitch, seed, kept, scalars, RULE, STOCHASTIC,
+            )  # fmt: skip
+            finish(it, done)
+            rows = unit_rows(8, 0, 1) + at
+            offset = rows * tk + column
+            gl.store(p0 + offset, e0.to(gl.uint8), mask=rows < height)
+            gl.store(p1 + offset, e1.to(gl.uint8), mask=rows < height)
+            it += 1
+        a0, a1, b0, b1 = c0, c1, d0, d1
+        row, column, end, tk, height = row2, column2, end2, tk2, height2
+        salt, p0, p1, down, right = salt2, q0, q1, down2, right2
 
 
 _INTEGERS = [f"{name}{j}" for name in "ekah" for j in range(GROUPS.value)]
@@ -244,10 +339,10 @@ def _wgrad_update_hopper_int8_kernel(
     k0, k1, k2, k3,  # tiles across a row of the matrix
     a0, a1, a2, a3,  # salts, multiples of 256
     h0, h1, h2, h3,  # rows of the matrix
-    sm0, sm1, sm2, sm3,  # exponents of both states; two a number, but not with PAIR
+    sm0, sm1, sm2, sm3,  # exponents of both states; two a number if LAYOUT is wide
     sv0, sv1, sv2, sv3,
     M, behind, delay, scalars_ptr, seed_ptr,
-    SCALARS: gl.constexpr, RULE: gl.constexpr, STOCHASTIC: gl.constexpr, PAIR: gl.constexpr,
+    SCALARS: gl.constexpr, RULE: gl.constexpr, STOCHASTIC: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     begin(behind)
     dy = (dy0, dy1, dy2, dy3)
@@ -262,7 +357,24 @@ def _wgrad_update_hopper_int8_kernel(
     scales0 = (sm0, sm1, sm2, sm3)
     scales1 = (sv0, sv1, sv2, sv3)
     smem: gl.constexpr = w0.layout
-    if PAIR:
+    if LAYOUT == "apart":
+        P, Q, full, empty, done = allocate(PAIR_BM, PAIR_BN, PAIR_BK, APART_SLOTS, dy0, x0)
+        S, loaded, stored, G, given, taken = allocate_states(True)
+        gl.warp_specialize(
+            [
+                (_apart_update, (
+                    S, loaded, G, given, taken, done, ends, across, salts, heights,
+                    scales0, scales1, scalars_ptr, seed_ptr, SCALARS, RULE, STOCHASTIC,
+                )),
+                (multiplier, (ends, M, P, Q, full, empty, G, given, taken)),
+                (operand_loader, (dy, x, ends, across, M, P, Q, full, empty)),
+                (state_loader, (w, m, v, ends, across, S, loaded, stored, True)),
+                (apart_storer, (w, m, v, ends, across, S, stored, done, True)),
+            ],
+            WORKER_WARPS,
+            WORKER_REGISTERS,
+        )  # fmt: skip
+    elif LAYOUT == "pair":
         P, Q, full, empty, done = allocate(PAIR_BM, PAIR_BN, PAIR_BK, PAIR_SLOTS, dy0, x0)
         gl.warp_specialize(
             [

@@ -54,6 +54,7 @@ from forge.optim import rules
 ARCHITECTURE = int(sys.argv[1]) if len(sys.argv) > 1 else 90
 GPU = GPUTarget("cuda", ARCHITECTURE, 32)
 EARLY = ARCHITECTURE >= 90  # as forge.kernels.runtime decides
+LAYOUTS = ("wide", "pair", "apart")  # of the fused updates for Hopper
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 
@@ -376,17 +377,17 @@ def attention_kernels() -> dict[str, dict[str, int]]:
 
 
 def hopper_kernel(
-    rule: Any, stochastic: bool, states: str = "bf16", pair: bool = False
+    rule: Any, stochastic: bool, states: str = "bf16", layout: str = "wide"
 ) -> dict[str, int]:
     count = hopper_ring.GROUPS.value
     constants = dict(
         SCALARS=rule.scalar_count,
         RULE=hopper_ring.gluon_function(rule.update),
         STOCHASTIC=stochastic,
-        PAIR=pair,
+        LAYOUT=layout,
     )
     blocks, layouts = hopper_ring.BLOCKS, hopper_ring.LAYOUTS
-    if pair:
+    if layout != "wide":
         blocks, layouts = hopper_pair.PAIR_BLOCKS, hopper_pair.PAIR_LAYOUTS
     if states == "int8":
         kernel = wgrad_update_hopper_int8._wgrad_update_hopper_int8_kernel
@@ -394,7 +395,7 @@ def hopper_kernel(
         kernel = wgrad_update_hopper._wgrad_update_hopper_kernel
     names = kernel.arg_names
     types = {"scalars_ptr": "*fp32", "seed_ptr": "*i32"} | dict.fromkeys(constants, "constexpr")
-    exponents = "*u8" if pair else "*u16"
+    exponents = "*u16" if layout == "wide" else "*u8"
     types |= {f"{prefix}{j}": exponents for prefix in ("sm", "sv") for j in range(count)}
     for i, prefix in enumerate(("dy", "x", "w", "m", "v")):
         for j in range(count):
@@ -405,8 +406,8 @@ def hopper_kernel(
         constexprs={(names.index(n),): value for n, value in constants.items()},
         attrs={},
     )
-    options = {"maxnreg": hopper_pair.PAIR_REGISTERS} if pair else {}
-    return usage(source, dict(num_warps=4 if pair else 8, launch_pdl=True, **options))
+    _, options = wgrad_update_hopper._PROGRAMS[layout]
+    return usage(source, dict(launch_pdl=True, **options))
 
 
 def product_kernel(kernel: Any, blocks: list[list[int]], **constants: Any) -> dict[str, int]:
@@ -499,12 +500,14 @@ def main() -> None:
                 wgrad_update._wgrad_update_kernel, rule, constants, options, states
             )
         if len(rule.states) == 2 and hopper:
-            for stochastic, pair in itertools.product((True, False), (False, True)):
-                name = f"{'stochastic ' * stochastic}{'pair ' * pair}{rule.name}"
-                found[f"wgrad_update_hopper {name}"] = hopper_kernel(rule, stochastic, "bf16", pair)
-            for pair in (False, True):
-                name = f"wgrad_update_hopper {'pair ' * pair}{rule.name} int8"
-                found[name] = hopper_kernel(rule, True, "int8", pair)
+            for stochastic, layout in itertools.product((True, False), LAYOUTS):
+                name = f"{'stochastic ' * stochastic}{layout} {rule.name}"
+                found[f"wgrad_update_hopper {name}"] = hopper_kernel(
+                    rule, stochastic, "bf16", layout
+                )
+            for layout in LAYOUTS:
+                name = f"wgrad_update_hopper {layout} {rule.name} int8"
+                found[name] = hopper_kernel(rule, True, "int8", layout)
     print(json.dumps(found))
 
 

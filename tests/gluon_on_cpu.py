@@ -140,12 +140,14 @@ class Program:
                 barrier.arrived += 1
 
     def wait(self, barrier: Barrier, parity: int) -> None:
-        with self.changed:
+        def over() -> Any:
+            # Also copies that another group asks for while this one waits.
             while barrier.copies:
                 barrier.copies.pop(0)()
-            done = self.changed.wait_for(
-                lambda: self.failures or barrier.phase & 1 != parity, timeout=PATIENCE
-            )
+            return self.failures or barrier.phase & 1 != parity
+
+        with self.changed:
+            done = self.changed.wait_for(over, timeout=PATIENCE)
             assert done and not self.failures, "waits for ever"
 
     def load(self, x: Descriptor, coords: Any, barrier: Barrier, slot: Memory, pred=True) -> None:
@@ -164,6 +166,7 @@ class Program:
             barrier.copies.append(copy)
             if not self.late:
                 barrier.copies.pop()()
+            self.changed.notify_all()
 
     def store(self, x: Descriptor, coords: Any, slot: Memory) -> None:
         assert slot.shape == x.block_shape and torch_dtype(slot.dtype) == x.tensor.dtype
@@ -214,7 +217,8 @@ def _full(shape: Any, value: float, dtype: Any = None, layout: Any = None) -> Ti
 
 def _where(condition: Any, a: Any, b: Any) -> Any:
     if isinstance(condition, bool):
-        return Int(a if condition else b)
+        found = a if condition else b
+        return Int(found) if isinstance(found, int) else found
     return Tile(torch.where(*(torch.as_tensor(bare(x)) for x in (condition, a, b))))
 
 
@@ -233,6 +237,7 @@ def _language(program: Program) -> Any:
     names = dict(
         program_id=lambda axis: Int(program.number[axis]),
         num_programs=lambda axis: Int(program.grid[axis]),
+        num_warps=lambda: Int(1),  # only layouts ask
         full=_full,
         minimum=lambda a, b: Int(min(a, b)),
         exp=lambda x: Tile(bare(x).exp()),
@@ -246,7 +251,7 @@ def _language(program: Program) -> Any:
         max=lambda x, axis: Tile(x.tensor.amax(axis)),
         sum=lambda x, axis: Tile(x.tensor.sum(axis)),
         log2=lambda x: Tile(x.tensor.log2()),
-        convert_layout=lambda x, layout: x,
+        convert_layout=lambda x, layout, assert_trivial=False: x,
         load=_load,
         store=_store,
         allocate_shared_memory=program.allocate,
@@ -259,7 +264,7 @@ def _language(program: Program) -> Any:
         "BlockedLayout",
     )
     layouts += ("DotOperandLayout", "SliceLayout", "constexpr")
-    layouts += ("bfloat16", "float32", "int32", "int64")
+    layouts += ("bfloat16", "float32", "int32", "int64", "uint8", "uint32")
     names |= {name: getattr(real, name) for name in layouts}
     return types.SimpleNamespace(**names)
 
@@ -312,22 +317,25 @@ def run_program(
     number: Sequence[int],
     grid: Sequence[int],
     late: bool,
+    instead: dict[str, Any],
     *args: Any,
     **options: Any,
 ) -> None:
     """Run one program of a grid; raises what goes wrong in any of its groups of warps."""
     program = Program(number, grid, late)
-    _plain(kernel, _arguments(program), {})(*args, **options)
+    _plain(kernel, _arguments(program) | instead, {})(*args, **options)
     if program.failures:
         raise program.failures[0]
     assert not program.stores, "ends before its stores are complete"
 
 
 class OnCPU:
-    """Stands for a kernel, to be launched as it is."""
+    """Stands for a kernel, to be launched as it is; ``instead``: of more names in its files."""
 
-    def __init__(self, kernel: JITFunction, late: bool) -> None:
-        self.kernel, self.late = kernel, late
+    def __init__(
+        self, kernel: JITFunction, late: bool, instead: dict[str, Any] | None = None
+    ) -> None:
+        self.kernel, self.late, self.instead = kernel, late, instead or {}
         self.launched = 0
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable:
@@ -341,6 +349,7 @@ class OnCPU:
                     number,
                     grid,
                     self.late,
+                    self.instead,
                     *map(_argument, arguments),
                     **{name: _argument(value) for name, value in options.items()},
                 )

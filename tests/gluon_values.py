@@ -20,7 +20,9 @@ with pytest.MonkeyPatch.context() as patch:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor  # noqa: F401
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-_DTYPES |= {"int64": torch.int64, "int32": torch.int32}
+_DTYPES |= {"int64": torch.int64, "int32": torch.int32, "uint8": torch.uint8}
+# torch computes little with 32 bits without a sign.
+_DTYPES |= {"uint32": torch.int64}
 
 
 def torch_dtype(dtype: Any) -> torch.dtype:
@@ -97,6 +99,9 @@ for _name in (
     "eq",
     "ne",
     "and_",
+    "or_",
+    "lshift",
+    "rshift",
 ):
     _op = getattr(operator, _name)
     _short = _name.rstrip("_")

@@ -32,10 +32,11 @@ def clone(t):
     return Target(t.param.clone(), [s.clone() for s in t.states], t.salt)
 
 
-both_kinds = pytest.mark.parametrize("pair", [False, True], ids=["one", "pair"])
+LAYOUTS = ["wide", "pair", "apart"]
+all_layouts = pytest.mark.parametrize("layout", LAYOUTS)
 
 
-@both_kinds
+@all_layouts
 @pytest.mark.parametrize("rule", [ADAMW, NADAM, RADAM], ids=lambda r: r.name)
 @pytest.mark.parametrize("tokens", [1, 63, 64, 129, 512])
 @pytest.mark.parametrize(
@@ -43,7 +44,7 @@ both_kinds = pytest.mark.parametrize("pair", [False, True], ids=["one", "pair"])
     [[(2048, 1024), (1024, 1024), (1024, 2048), (3072, 1024)], [(1000, 512), (8, 256), (136, 768)]],
 )
 @pytest.mark.parametrize("stochastic", [True, False])
-def test_same_bits_as_the_reference(rule, tokens, shapes, stochastic, pair):
+def test_same_bits_as_the_reference(rule, tokens, shapes, stochastic, layout):
     from forge.kernels.wgrad_update_hopper import wgrad_update_hopper
 
     ours = [target(shape, 256 * (i + 5)) for i, shape in enumerate(shapes)]
@@ -52,7 +53,7 @@ def test_same_bits_as_the_reference(rule, tokens, shapes, stochastic, pair):
     xs = [torch.randn(tokens, k, device="cuda", dtype=torch.bfloat16) for _, k in shapes]
     scalars = torch.linspace(1e-3, 2e-3, rule.scalar_count, device="cuda")
     seed = torch.tensor(-123456, dtype=torch.int32, device="cuda") if stochastic else None
-    wgrad_update_hopper(dys, xs, ours, scalars, seed, rule.update, pair)
+    wgrad_update_hopper(dys, xs, ours, scalars, seed, rule.update, layout)
     for dy, x, mine, theirs in zip(dys, xs, ours, wanted, strict=True):
         wgrad_update_reference(dy, x, theirs, scalars, seed, rule.update)
         pairs = zip((mine.param, *mine.states), (theirs.param, *theirs.states), strict=True)
@@ -109,11 +110,11 @@ CODED_SHAPES = [
 ]
 
 
-@both_kinds
+@all_layouts
 @pytest.mark.parametrize("rule", [ADAMW, NADAM], ids=lambda r: r.name)
 @pytest.mark.parametrize("tokens", [1, 129, 512, 4096])
 @pytest.mark.parametrize("shapes", CODED_SHAPES)
-def test_codes_as_apply_rule_writes_them(rule, tokens, shapes, pair):
+def test_codes_as_apply_rule_writes_them(rule, tokens, shapes, layout):
     from forge.kernels.wgrad_update_hopper import wgrad_update_hopper
 
     ours = [coded(shape, 256 * (i + 5)) for i, shape in enumerate(shapes)]
@@ -124,7 +125,7 @@ def test_codes_as_apply_rule_writes_them(rule, tokens, shapes, pair):
     seed = torch.tensor(-123456, dtype=torch.int32, device="cuda")
     grads = [dy.float().t() @ x.float() for dy, x in zip(dys, xs, strict=True)]
     for _ in range(2):
-        wgrad_update_hopper(dys, xs, ours, scalars, seed, rule.update, pair)
+        wgrad_update_hopper(dys, xs, ours, scalars, seed, rule.update, layout)
         apply_rule(grads, wanted, scalars, seed, rule.update)
         for i, (mine, theirs) in enumerate(zip(ours, wanted, strict=True)):
             compare_coded(mine, theirs, (i, shapes[i]))
@@ -136,8 +137,8 @@ def test_codes_as_apply_rule_writes_them(rule, tokens, shapes, pair):
                 part.copy_(other)
 
 
-@both_kinds
-def test_an_exact_gradient_gives_the_same_bits(pair):
+@all_layouts
+def test_an_exact_gradient_gives_the_same_bits(layout):
     """Small whole numbers: sums are exact in any order, so nothing may differ."""
     from forge.kernels.wgrad_update_hopper import wgrad_update_hopper
 
@@ -148,7 +149,7 @@ def test_an_exact_gradient_gives_the_same_bits(pair):
     xs = [torch.randint(-4, 5, (129, k), device="cuda").bfloat16() for _, k in shapes]
     scalars = torch.tensor([1e-4, 1e-2, 0.1, 1e-3, 1.0, 1e-8], device="cuda")
     seed = torch.tensor(77, dtype=torch.int32, device="cuda")
-    wgrad_update_hopper(dys, xs, ours, scalars, seed, ADAMW.update, pair)
+    wgrad_update_hopper(dys, xs, ours, scalars, seed, ADAMW.update, layout)
     grads = [dy.float().t() @ x.float() for dy, x in zip(dys, xs, strict=True)]
     apply_rule(grads, wanted, scalars, seed, ADAMW.update)
     for mine, theirs in zip(ours, wanted, strict=True):
@@ -160,8 +161,46 @@ def test_an_exact_gradient_gives_the_same_bits(pair):
         assert (mine.param != theirs.param).float().mean() < 1e-3
 
 
-@both_kinds
-def test_a_nan_turns_its_block_into_nan(pair):
+@pytest.mark.parametrize("stochastic", [True, False])
+@pytest.mark.parametrize("make", [target, coded], ids=["bf16", "int8"])
+@pytest.mark.parametrize("tokens", [1, 33, 129, 512])
+def test_every_layout_gives_the_same_bits(tokens, make, stochastic):
+    """Two updates with whole-number operands, whose sums are exact in any order."""
+    from forge.kernels.wgrad_update_hopper import wgrad_update_hopper
+
+    # Ragged heights, more matrices than a launch takes, more tiles than programs.
+    shapes = [(1000, 512), (8, 256), (136, 768), (4096, 1024), (264, 3072)]
+    start = [make(shape, 256 * (i + 5)) for i, shape in enumerate(shapes)]
+    dys = [torch.randint(-4, 5, (tokens, n), device="cuda").bfloat16() for n, _ in shapes]
+    xs = [torch.randint(-4, 5, (tokens, k), device="cuda").bfloat16() for _, k in shapes]
+    scalars = torch.tensor([1e-4, 1e-2, 0.1, 1e-3, 1.0, 1e-8], device="cuda")
+    seed = torch.tensor(77, dtype=torch.int32, device="cuda") if stochastic else None
+    results = {}
+    for layout in LAYOUTS:
+        ours = [clone_coded(t) for t in start]
+        for _ in range(2):
+            wgrad_update_hopper(dys, xs, ours, scalars, seed, ADAMW.update, layout)
+        results[layout] = [(t.param, *t.states, *t.scales) for t in ours]
+    for before, wide in zip(start, results["wide"], strict=True):
+        assert not torch.equal(before.states[0], wide[1])  # something was done
+    for layout in LAYOUTS[1:]:
+        for i, shape in enumerate(shapes):
+            for a, b in zip(results[layout][i], results["wide"][i], strict=True):
+                assert torch.equal(a.view(torch.uint8), b.view(torch.uint8)), (layout, shape)
+
+
+def test_an_unknown_layout_is_named():
+    from forge.kernels.wgrad_update_hopper import wgrad_update_hopper
+
+    t = target((8, 256), 0)
+    dy, x = (torch.zeros(1, n, device="cuda", dtype=torch.bfloat16) for n in (8, 256))
+    scalars = torch.zeros(ADAMW.scalar_count, device="cuda")
+    with pytest.raises(ValueError, match="layout: is 'tall', must be one of wide, pair, apart"):
+        wgrad_update_hopper([dy], [x], [t], scalars, None, ADAMW.update, "tall")
+
+
+@all_layouts
+def test_a_nan_turns_its_block_into_nan(layout):
     from forge.kernels.wgrad_update_hopper import wgrad_update_hopper
 
     t = coded((256, 512), 0)
@@ -171,7 +210,7 @@ def test_a_nan_turns_its_block_into_nan(pair):
     x[0, 300] = float("nan")
     scalars = torch.tensor([1e-4, 1e-2, 0.1, 1e-3, 1.0, 1e-8], device="cuda")
     seed = torch.tensor(77, dtype=torch.int32, device="cuda")
-    wgrad_update_hopper([dy], [x], [t], scalars, seed, ADAMW.update, pair)
+    wgrad_update_hopper([dy], [x], [t], scalars, seed, ADAMW.update, layout)
     # Zero times NaN: every row sees it, in column 300.
     for code, scale in zip(t.states, t.scales, strict=True):
         values = decode_reference(code, scale)
