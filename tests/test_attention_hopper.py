@@ -220,7 +220,7 @@ def _waits(count: gl.constexpr, times: gl.constexpr):
 
 def test_an_endless_wait_is_found(monkeypatch):
     monkeypatch.setattr(gluon_on_cpu, "PATIENCE", 0.05)
-    run_program(_waits, (0,), (1,), False, Int(1), Int(1))
+    run_program(_waits, (0,), (1,), False, {}, Int(1), Int(1))
     for count, times in ((2, 1), (1, 2)):
         with pytest.raises(AssertionError, match="waits for ever"):
-            run_program(_waits, (0,), (1,), False, Int(count), Int(times))
+            run_program(_waits, (0,), (1,), False, {}, Int(count), Int(times))
