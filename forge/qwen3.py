@@ -313,11 +313,12 @@ def _is_between(before: nn.Module, block: nn.Module, after: nn.Module | None) ->
 
     Then parts of a sum may go from one to the next (:func:`forge.kernels.linear_auto.parts_of`).
     """
+    # Somebody may have put blocks of his own there, which have no such layer.
+    if not linear_auto.HOPPER or not is_plain(block, ForgeQwen3Attention, ForgeQwen3MLP):
+        return False
     last: Any = block.o_proj if isinstance(block, ForgeQwen3Attention) else block.down_proj
     return (
-        linear_auto.HOPPER
-        and is_plain(before, ForgeQwen3RMSNorm)
-        and is_plain(block, ForgeQwen3Attention, ForgeQwen3MLP)
+        is_plain(before, ForgeQwen3RMSNorm)
         and is_plain(last, ForgeLinear)
         and after is not None
         and is_plain(after, ForgeQwen3RMSNorm)

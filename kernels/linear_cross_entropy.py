@@ -80,7 +80,8 @@ def _cross_entropy_kernel(
         inside = (label >= first) & (label < first + columns)
         target = tl.load(z_ptr + (label - first), inside, other=float("nan")).to(tl.float32)
         if CONTINUED:
-            tl.store(target_ptr + row, target, inside)
+            # Not where the ignored label is an entry of the vocabulary.
+            tl.store(target_ptr + row, target, inside & valid)
             largest = tl.load(lse_ptr + row)
             # The sum so far, relative to the largest, sits in one lane.
             total = tl.where(column == 0, 1.0, 0.0)

@@ -317,6 +317,17 @@ def test_no_valid_label(device, chunk):
     assert not hidden.grad.any() and not weight.grad.any()
 
 
+@pytest.mark.parametrize("chunk", [None, 16])
+def test_an_ignored_label_may_be_an_entry_of_the_vocabulary(device, chunk):
+    hidden, weight, _ = head_case(4, 16, 64, torch.float32)
+    labels = torch.tensor([1, 60, 2, 60])
+    found = linear_cross_entropy(
+        hidden.to(device), weight.to(device), labels.to(device), ignore_index=60, chunk=chunk
+    )
+    wanted = F.cross_entropy(hidden @ weight.t(), labels, ignore_index=60)
+    torch.testing.assert_close(found.cpu(), wanted)
+
+
 @pytest.mark.parametrize("chunk", [None, 50])
 def test_label_outside_the_vocabulary(device, chunk):
     hidden, weight, labels = head_case(4, 16, 199, torch.float32)

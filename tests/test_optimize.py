@@ -457,6 +457,35 @@ def test_slices_in_a_captured_step(monkeypatch):
     close_after(ours, plain, 1e-3)
 
 
+class Own(nn.Module):
+    """A block of one's own, around the model's."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inner(*args, **kwargs)
+
+
+@pytest.mark.parametrize("wrapped", ["self_attn", "mlp", "input_layernorm", "mlp.down_proj"])
+@pytest.mark.parametrize("before", [True, False])
+def test_blocks_of_ones_own(wrapped, before):
+    parent, _, name = f"model.layers.0.{wrapped}".rpartition(".")
+    losses = []
+    for optimized in (False, True):
+        model = make()
+        if optimized and not before:
+            forge.optimize(model)
+        owner = model.get_submodule(parent)
+        setattr(owner, name, Own(getattr(owner, name)))
+        if optimized and before:
+            forge.optimize(model)
+        losses.append(model(**batch()).loss)
+        losses[-1].backward()
+    torch.testing.assert_close(*losses)
+
+
 def test_checkpoints(tmp_path):
     model = forge.optimize(make())
     plain = make().state_dict()
