@@ -138,7 +138,7 @@ def _cross_entropy_hopper_kernel(
         thread_barrier()
         gl.store(lse_ptr + row, lse)
         if CONTINUED:
-            gl.store(target_ptr + row, target, inside)
+            gl.store(target_ptr + row, target, inside & valid)
         else:
             # NaN, and so it stays, if no slice holds the label.
             gl.store(target_ptr + row, gl.where(valid, target, 0.0))
