@@ -294,7 +294,13 @@ class ForgeQwen3DecoderLayer(Qwen3DecoderLayer):
             return super().forward(hidden_states, attention_mask=attention_mask, **kwargs)
         # A checkpoint hands on the sum alone: what it carries would be computed twice for nothing.
         checkpointed = self.gradient_checkpointing and self.training
-        (following,) = (None,) if checkpointed else self.__dict__.get("_following", (None,))
+        # A sum and its norm are results of one node: what a hook on the layer sees of the sum's
+        # gradient would lack the norm's part.
+        watched = _has_any_global_hook() or not is_plain(self, ForgeQwen3DecoderLayer)
+        if watched:
+            hidden_states.__dict__.pop("_forge_normed", None)
+        alone = checkpointed or watched
+        (following,) = (None,) if alone else self.__dict__.get("_following", (None,))
         after = self.post_attention_layernorm
         between = {"between_norms": True}
         x, _ = self.self_attn(

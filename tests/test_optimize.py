@@ -457,6 +457,30 @@ def test_slices_in_a_captured_step(monkeypatch):
     close_after(ours, plain, 1e-3)
 
 
+def halve(_module: nn.Module, args: Any, output: Any = None) -> None:
+    """Halves the gradient of what goes into, or comes out of, a layer."""
+    seen = args[0] if output is None else output
+    seen.register_hook(lambda grad: grad * 0.5)
+
+
+@pytest.mark.parametrize("register", ["register_forward_hook", "register_forward_pre_hook"])
+def test_hooks_see_the_whole_gradient_between_layers(interpreter, register):
+    found = []
+    for change in (lambda model: model, forge.optimize):
+        model = change(make())
+        getattr(model.model.layers[1 if "pre" in register else 0], register)(halve)
+        found.append(gradients(model, **batch()))
+    same(*reversed(found))
+
+
+def test_gradients_of_hidden_states(interpreter):
+    found = []
+    for change in (lambda model: model, forge.optimize):
+        out = change(make())(**batch(), output_hidden_states=True)
+        found.append(torch.autograd.grad(out.loss, out.hidden_states[1])[0])
+    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-5)
+
+
 class Own(nn.Module):
     """A block of one's own, around the model's."""
 
