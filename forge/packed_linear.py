@@ -14,12 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from forge.kernels.linear_auto import (
-    Rotation,
-    linear_backward,
-    linear_forward,
-    rotated_forward,
-)
+from forge.kernels.linear_auto import linear_backward, linear_forward
 from forge.kernels.rms_norm import NormAgain
 from forge.linear import ForgeLinear, Slot, slot_of
 
@@ -98,7 +93,6 @@ class PackedLinearFunction(torch.autograd.Function):
         slots: list[Slot | None],
         prefetch: bool,
         alone: bool,
-        rotation: Rotation | None,
         *weights: Tensor,
     ):
         normed = NormAgain.of(x)
@@ -112,8 +106,6 @@ class PackedLinearFunction(torch.autograd.Function):
         same = packed if packed.dtype == x.dtype else packed.to(x.dtype)
         # The norm's kernel lies between this one and any update.
         prefetch = prefetch and normed is not None and same is packed
-        if rotation is not None:
-            return rotated_forward(x, same, rotation, prefetch=prefetch)
         return linear_forward(x, same, prefetch=prefetch)
 
     @staticmethod
@@ -136,9 +128,9 @@ class PackedLinearFunction(torch.autograd.Function):
             prefetch = same is packed
             dx = linear_backward(dy, same, prefetch=prefetch, unsummed=ctx.unsummed)
         sizes = [len(w) for w in weights]
-        needed = ctx.needs_input_grad[6:]
+        needed = ctx.needs_input_grad[5:]
         if not any(needed):
-            return dx, None, None, None, None, None, *(None for _ in weights)
+            return dx, None, None, None, None, *(None for _ in weights)
         x = ctx.again.buffer() if ctx.again else ctx.saved_tensors[0]
         parts = dy.split(sizes, dim=-1)
         missing = [
@@ -156,19 +148,14 @@ class PackedLinearFunction(torch.autograd.Function):
                 _product(part, x, packed.dtype) if lacks else None
                 for part, lacks in zip(parts, missing, strict=True)
             ]
-        return dx, None, None, None, None, None, *dws
+        return dx, None, None, None, None, *dws
 
 
 def _product(dy: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
     return (dy.reshape(-1, dy.shape[-1]).t() @ x.reshape(-1, x.shape[-1])).to(dtype)
 
 
-def packed_linear(
-    x: Tensor,
-    layers: Sequence[nn.Module],
-    alone: bool = False,
-    rotation: Rotation | None = None,
-) -> Tensor | None:
+def packed_linear(x: Tensor, layers: Sequence[nn.Module], alone: bool = False) -> Tensor | None:
     """The outputs of ``layers`` for ``x``, side by side; ``None`` where each must be called itself.
 
     That is so for layers that are not plain (adapters, hooks, biases, quantized weights), under
@@ -179,7 +166,6 @@ def packed_linear(
         layers: bias-free linear layers with K input features.
         alone: if a norm of this package made ``x``, nothing else reads it, and no hook sees its
             gradient: what arrives at the norm may be parts of it.
-        rotation: of queries and keys, whose product may compute what attention reads, too.
 
     Returns:
         [..., N], N the sum of the layers' output features.
@@ -209,4 +195,4 @@ def packed_linear(
         return F.linear(x, packed)  # raises torch's own dtype error
     slots = [slot_of(weight) for weight in weights]
     slots = [slot if slot is not None and slot.node is not None else None for slot in slots]
-    return PackedLinearFunction.apply(x, packed, slots, was_packed, alone, rotation, *weights)
+    return PackedLinearFunction.apply(x, packed, slots, was_packed, alone, *weights)

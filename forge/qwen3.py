@@ -34,7 +34,6 @@ from transformers.models.qwen3.modeling_qwen3 import (
 
 from forge.kernels import linear_auto
 from forge.kernels.attention import DTYPES, HEAD_SIZES, attention
-from forge.kernels.linear_auto import Rotation
 from forge.kernels.linear_cross_entropy import linear_cross_entropy
 from forge.kernels.qk_norm_rope import qk_norm_rope, qkv_norm_rope
 from forge.kernels.qkv_attention import qkv_attention
@@ -161,25 +160,15 @@ class ForgeQwen3Attention(Qwen3Attention):
         eps = self.q_norm.variance_epsilon
         cos, sin = position_embeddings
         layers = (self.q_proj, self.k_proj, self.v_proj)
-        heads, rotation = self.q_proj.out_features // self.head_dim, None
-        if attention_mask is None:
-            rotation = Rotation(*weights, cos, sin, heads, eps)
-        qkv = packed_linear(hidden_states, layers, between, rotation)
+        qkv = packed_linear(hidden_states, layers, alone=between)
         scores = None
         if qkv is not None:
+            heads = self.q_proj.out_features // self.head_dim
             # What is decided by, of all heads.
             raw = qkv.detach().unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             if weights[0].dtype == qkv.dtype and self._is_ours(raw, raw, attention_mask, kwargs):
                 out = qkv_attention(
-                    qkv,
-                    *weights,
-                    cos,
-                    sin,
-                    heads,
-                    eps,
-                    self.scaling,
-                    collect=collect,
-                    rotated=rotation.rotated if rotation is not None else None,
+                    qkv, *weights, cos, sin, heads, eps, self.scaling, collect=collect
                 ).transpose(1, 2)
                 return output(out.reshape(*hidden_states.shape[:-1], -1)), None
             q, k, v = qkv_norm_rope(qkv, *weights, cos, sin, heads, eps, collect=collect)

@@ -42,7 +42,7 @@ _NAMES = tuple(
         ("attention", r"sdpa|flash|fmha|scaled_dot_product"),
         ("loss", r"cross_entropy|nll_loss|log_?softmax|element_mul_kernel"),
         ("norm", r"rms_?norm|layer_?norm|rope|rotary|swiglu|geglu|silu|gelu"),
-        ("gemm", r"_(linear|qkv)_hopper_kernel"),
+        ("gemm", r"_linear_hopper_kernel"),
         ("gemm", r"nvjet|gemm|gemv|xmma|cutlass|splitk|cublas|triton_tem|\b(add)?b?mm\b"),
         ("other", r"embedding|index|scatter|gather|sort|scan|memcpy|memset|random|distribution"),
         ("attention", r"softmax"),

@@ -133,7 +133,7 @@ def attention_forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Te
     lse = torch.empty((batch * heads, pitch), dtype=torch.float32, device=q.device)
     tile = _forward_tile(q)
     q, k, v = map(loadable, (q, k, v))
-    if out.numel() and runs_on_hopper(q):
+    if out.numel() and runs_on_hopper(q, "forward"):
         from forge.kernels.attention_hopper import attention_forward_hopper
 
         attention_forward_hopper(q, k, v, scale, out, lse)

@@ -246,7 +246,7 @@ def attention_backward(
     batch, heads, tokens, size = q.shape
     kv_heads, early = k.shape[1], early_launch(q)
     tile, common = _backward_tile(q), common_options(q, k)
-    hopper = runs_on_hopper(q)
+    hopper = runs_on_hopper(q, "backward")
     split = kv_heads < heads if hopper else _splits(q, k)
     dq = torch.empty((batch, tokens, heads, size), dtype=q.dtype, device=q.device)
     shape, kept = (2, batch, tokens, kv_heads, size), q.dtype

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from forge.kernels.runtime import INTERPRETED, tl, triton
 
-# Up to so many tokens the kernels for Hopper run (kernels/attention_hopper.py). 0: never, until
-# they have been measured.
-HOPPER_TOKENS = 0
+# Up to so many tokens the kernels for Hopper run, by measurement (results/LOG.md): forward
+# kernels/attention_hopper.py, backward kernels/attention_hopper_backward.py.
+HOPPER_TOKENS = {"forward": 1024, "backward": 512}
 
 
 @lru_cache
@@ -20,11 +20,11 @@ def _is_hopper(index: int) -> bool:
     return torch.version.hip is None and torch.cuda.get_device_capability(index) == (9, 0)
 
 
-def runs_on_hopper(q: Tensor) -> bool:
-    """Whether the kernels for Hopper run, for queries [B, H, T, D]."""
+def runs_on_hopper(q: Tensor, direction: str) -> bool:
+    """Whether the kernel for Hopper runs, for queries [B, H, T, D]."""
     return (
         q.is_cuda
-        and q.shape[2] <= HOPPER_TOKENS
+        and q.shape[2] <= HOPPER_TOKENS[direction]
         and q.shape[3] in (64, 128)
         and q.dtype in (torch.bfloat16, torch.float16)
         and _is_hopper(q.get_device())

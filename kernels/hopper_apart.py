@@ -1,4 +1,4 @@
-"""Warps that multiply and warps that update, apart, for the fused updates on Hopper.
+"""Warps that multiply and warps that update, apart, for the fused int8 updates on Hopper.
 
 One program an SM, tiles of 128 x 128 as in kernels/hopper_pair.py, five kinds of warps: four warps
 multiply, eight update, one loads operands, one loads weights and states, one stores them. So
@@ -9,9 +9,12 @@ holds what one lane that updates needs, the same columns of a row; so it lies th
 and neither side has bank conflicts. The update takes it into registers at once and frees it: one
 half is enough for both sides to work, and a tile is multiplied while the one before is updated.
 
-Shared memory: six slots of 16 KB of operands (dY | X of one step of 32 tokens); 96 KB of slots of w
-and states of half a tile, two of 48 KB with bf16 states, three of 32 KB with codes; 32 KB of
-gradient: 224 KB. Two rings, because operands must not wait for the updates of the tile before.
+Shared memory: six slots of 16 KB of operands (dY | X of one step of 32 tokens); three of 32 KB of w
+and states of half a tile; 32 KB of gradient: 224 KB. Two rings, because operands must not wait for
+the updates of the tile before.
+
+With bf16 states, whose update takes few instructions, this was slower than kernels/hopper_pair.py
+(results/LOG.md).
 
 Why nothing waits for ever. All warps go through the same halves of the same tiles, in order; half t
 of a program is turn t of everything but the operands. Each barrier has one kind of warp that
@@ -24,7 +27,7 @@ arrives, once a turn of its slot:
 
 Who arrives at ``full`` of a turn has waited for ``empty`` of the turn before in that slot, and the
 other way round; so nobody is more than one phase away from who waits. ``done`` has four barriers
-and the states at most three slots: turn t + 4 is loaded only after the storing warp has seen turn
+and the states three slots: turn t + 4 is loaded only after the storing warp has seen turn
 t. Loaders wait only for who frees their own ring; multiplying warps for operands and for the
 update before; the update for both and for states; the storing warp for the update: no circle. A
 program without a tile waits for nothing. With one token a tile is one step, of zeros but for a row;
@@ -52,12 +55,11 @@ from forge.kernels.hopper_ring import (
     tma_store,
 )
 
-# Slots of operands; of weights and states with bf16 states and with codes.
-APART_SLOTS = gl.constexpr(6)
-STATE_SLOTS, CODE_SLOTS = gl.constexpr(2), gl.constexpr(3)
-# Pieces of 64 x 64 numbers of 16 bits in such a slot: left and right half of w, then either the
-# same of both states or the codes of both, two a number.
-STATE_PIECES, CODE_PIECES = gl.constexpr(6), gl.constexpr(4)
+# Slots of operands; of weights and states.
+APART_SLOTS, CODE_SLOTS = gl.constexpr(6), gl.constexpr(3)
+# Pieces of 64 x 64 numbers of 16 bits in a slot of weights and states: left and right half of w,
+# then the codes of both states, two a number.
+CODE_PIECES = gl.constexpr(4)
 # Warps and registers a thread of the partitions behind the eight warps that update, which get 160
 # of what 16 warps have: 128 each at launch.
 WORKER_WARPS = gl.constexpr([4, 1, 1, 1])
@@ -81,13 +83,11 @@ _GRADIENT_LAYOUT = gl.constexpr(
 
 
 @gluon.jit
-def allocate_states(CODES: gl.constexpr):
+def allocate_states():
     """Slots of weights and states with their barriers; half a gradient with its own."""
-    slots: gl.constexpr = CODE_SLOTS if CODES else STATE_SLOTS
-    pieces: gl.constexpr = CODE_PIECES if CODES else STATE_PIECES
-    S = gl.allocate_shared_memory(gl.bfloat16, [slots * pieces, HALF, HALF], PIECE)
+    S = gl.allocate_shared_memory(gl.bfloat16, [CODE_SLOTS * CODE_PIECES, HALF, HALF], PIECE)
     G = gl.allocate_shared_memory(gl.float32, _GRADIENT, _GRADIENT_SMEM)
-    return S, barriers(slots), barriers(slots), G, barriers(1), barriers(1)
+    return S, barriers(CODE_SLOTS), barriers(CODE_SLOTS), G, barriers(1), barriers(1)
 
 
 @gluon.jit
@@ -105,9 +105,8 @@ def operand_loader(dy, x, ends, across, M, P, Q, full, empty):
 
 
 @gluon.jit
-def state_loader(w, s0, s1, ends, across, S, full, empty, CODES: gl.constexpr):
+def state_loader(w, s0, s1, ends, across, S, full, empty):
     """The warp that loads weights and states."""
-    pieces: gl.constexpr = CODE_PIECES if CODES else STATE_PIECES
     tile = gl.program_id(0)
     it = 0
     for j in gl.static_range(GROUPS):
@@ -116,28 +115,21 @@ def state_loader(w, s0, s1, ends, across, S, full, empty, CODES: gl.constexpr):
             row = (tile - first) // across[j] * PAIR_BN
             column = (tile - first) % across[j] * PAIR_BK
             for half in range(2):
-                i = claim(it, pieces * HALF * HALF * 2, full, empty)
+                i = claim(it, CODE_PIECES * HALF * HALF * 2, full, empty)
                 at = row + half * HALF
-                k = i * pieces
+                k = i * CODE_PIECES
                 bar = full.index(i)
                 tma_load(w[j], [at, column], bar, S.index(k))
                 tma_load(w[j], [at, column + HALF], bar, S.index(k + 1))
-                if CODES:
-                    tma_load(s0[j], [at, column // 2], bar, S.index(k + 2))
-                    tma_load(s1[j], [at, column // 2], bar, S.index(k + 3))
-                else:
-                    tma_load(s0[j], [at, column], bar, S.index(k + 2))
-                    tma_load(s0[j], [at, column + HALF], bar, S.index(k + 3))
-                    tma_load(s1[j], [at, column], bar, S.index(k + 4))
-                    tma_load(s1[j], [at, column + HALF], bar, S.index(k + 5))
+                tma_load(s0[j], [at, column // 2], bar, S.index(k + 2))
+                tma_load(s1[j], [at, column // 2], bar, S.index(k + 3))
                 it += 1
             tile += gl.num_programs(0)
 
 
 @gluon.jit
-def apart_storer(w, s0, s1, ends, across, S, empty, done, CODES: gl.constexpr):
+def apart_storer(w, s0, s1, ends, across, S, empty, done):
     """The warp that stores weights and states, and frees their slots."""
-    pieces: gl.constexpr = CODE_PIECES if CODES else STATE_PIECES
     tile = gl.program_id(0)
     it = 0
     for j in gl.static_range(GROUPS):
@@ -149,17 +141,11 @@ def apart_storer(w, s0, s1, ends, across, S, empty, done, CODES: gl.constexpr):
                 mbarrier.wait(done.index(it % DONES), (it // DONES) & 1)
                 i, _ = place_of(it, empty.shape[0])
                 at = row + half * HALF
-                k = i * pieces
+                k = i * CODE_PIECES
                 tma_store(w[j], [at, column], S.index(k))
                 tma_store(w[j], [at, column + HALF], S.index(k + 1))
-                if CODES:
-                    tma_store(s0[j], [at, column // 2], S.index(k + 2))
-                    tma_store(s1[j], [at, column // 2], S.index(k + 3))
-                else:
-                    tma_store(s0[j], [at, column], S.index(k + 2))
-                    tma_store(s0[j], [at, column + HALF], S.index(k + 3))
-                    tma_store(s1[j], [at, column], S.index(k + 4))
-                    tma_store(s1[j], [at, column + HALF], S.index(k + 5))
+                tma_store(s0[j], [at, column // 2], S.index(k + 2))
+                tma_store(s1[j], [at, column // 2], S.index(k + 3))
                 tma.store_wait(pendings=0)
                 mbarrier.arrive(empty.index(i), count=1)
                 it += 1

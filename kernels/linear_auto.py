@@ -9,7 +9,6 @@ kernels/linear_hopper.py.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -97,41 +96,6 @@ def linear_backward(
     if tile.parts > 1:
         return _carry(linear_hopper_dx(dy, weight, parts=True, prefetch=prefetch), dy)
     return linear_hopper_dx(dy, weight, prefetch=prefetch).data
-
-
-@dataclass
-class Rotation:
-    """What makes queries and keys of a packed projection ready for attention, and the result.
-
-    Attributes:
-        q_weight, k_weight: [D], of the norms of each head.
-        cos, sin: [1 or B, T, D].
-        q_heads: heads of queries, the first ones.
-        eps: of the norms.
-        rotated: [B, T, (H+K)*D], the queries and keys, if the product's kernel made them, too.
-    """
-
-    q_weight: Tensor
-    k_weight: Tensor
-    cos: Tensor
-    sin: Tensor
-    q_heads: int
-    eps: float
-    rotated: Tensor | None = None
-
-
-def rotated_forward(
-    x: Tensor, weight: Tensor, rotation: Rotation, *, prefetch: bool = False
-) -> Tensor:
-    """As :func:`linear_forward`, for x [B, T, K]; fills in ``rotation.rotated`` if it can."""
-    tile, size = tile_for(x, weight, FORWARD), rotation.q_weight.shape[0]
-    tables = (rotation.q_weight, rotation.k_weight, rotation.cos, rotation.sin)
-    if tile is None or x.dim() != 3 or size != 128 or any(t.dtype != x.dtype for t in tables):
-        return linear_forward(x, weight, prefetch=prefetch)
-    from forge.kernels.qkv_hopper import qkv_hopper
-
-    qkv, rotation.rotated = qkv_hopper(x, weight, rotation, prefetch=prefetch)
-    return qkv
 
 
 def _carry(parts: Tensor, like: Tensor) -> Tensor:

@@ -131,11 +131,6 @@ def _cross_entropy(
     block = min(4096, power_of_2(columns))
     if tokens == 0:
         return
-    if lse_pass and grad_pass and dloss is None and takes(z):
-        from forge.kernels.cross_entropy_hopper import cross_entropy_hopper
-
-        cross_entropy_hopper(z, labels, lse, target, count, first, ignore_index)
-        return
     with on_device(z):
         _cross_entropy_kernel[(tokens,)](
             z,
@@ -155,19 +150,6 @@ def _cross_entropy(
             num_warps=8,
             **early_launch(z),
         )
-
-
-def takes(z: Tensor) -> bool:
-    """Whether kernels/cross_entropy_hopper.py takes logits like these."""
-    return (
-        z.is_cuda
-        and z.dtype == torch.bfloat16
-        and z.is_contiguous()
-        and z.shape[1] % 128 == 0
-        and z.shape[1] > 0
-        and z.data_ptr() % 16 == 0
-        and torch.cuda.get_device_capability(z.device) == (9, 0)
-    )
 
 
 def _scaled(t: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:

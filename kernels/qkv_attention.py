@@ -34,14 +34,8 @@ class QKVAttentionFunction(torch.autograd.Function):
     """Causal attention of a packed qkv."""
 
     @staticmethod
-    def forward(
-        ctx, qkv, q_weight, k_weight, cos, sin, rotated, eps: float, scale: float, sizes, collect
-    ):
-        if rotated is None:
-            q, k = _rotated(qkv, sizes, q_weight, k_weight, cos, sin, eps)
-        else:
-            heads = rotated.unflatten(-1, (-1, q_weight.shape[0])).transpose(1, 2)
-            q, k = heads.split([size // q_weight.shape[0] for size in sizes[:2]], dim=1)
+    def forward(ctx, qkv, q_weight, k_weight, cos, sin, eps: float, scale: float, sizes, collect):
+        q, k = _rotated(qkv, sizes, q_weight, k_weight, cos, sin, eps)
         out, lse = attention_forward(q, k, _values(qkv, sizes, q), scale)
         kept = (q, k) if qkv.shape[:2].numel() <= KEPT_TOKENS else ()
         ctx.save_for_backward(qkv, q_weight, k_weight, cos, sin, out, lse, *kept)
@@ -65,7 +59,7 @@ class QKVAttentionFunction(torch.autograd.Function):
         dws = norm_weights_backward(
             sums, first, (q_weight, k_weight), ctx.needs_input_grad[1:3], ctx.collect
         )
-        return dqkv, *dws, None, None, None, None, None, None, None
+        return dqkv, *dws, None, None, None, None, None, None
 
 
 def _rotated(qkv, sizes: list[int], *arguments) -> tuple[Tensor, Tensor]:
@@ -89,7 +83,6 @@ def qkv_attention(
     scale: float | None = None,
     *,
     collect: tuple[Collect | None, Collect | None] = (None, None),
-    rotated: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of normalised and rotated queries and keys, from a packed projection.
 
@@ -101,9 +94,6 @@ def qkv_attention(
         eps: of the norms.
         scale: of the scores, above 0; ``D ** -0.5`` by default.
         collect: as in :func:`forge.kernels.qk_norm_rope.qk_norm_rope`.
-        rotated: [B, T, (H+K)*D], queries and keys as they come out of the norms and the rotation,
-            if they are known: :func:`forge.kernels.qkv_hopper.qkv_hopper` makes them beside
-            ``qkv``.
 
     Returns:
         [B, H, T, D] in the dtype of ``qkv``, whose memory is [B, T, H, D].
@@ -117,18 +107,9 @@ def qkv_attention(
     for name, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
         if weight.dtype != qkv.dtype:
             raise ValueError(f"{name}: {weight.dtype} must be {qkv.dtype}, as qkv")
-    if rotated is not None and (
-        rotated.shape != (*qkv.shape[:2], sizes[0] + sizes[1]) or rotated.dtype != qkv.dtype
-    ):
-        raise ValueError(
-            f"rotated: {rotated.dtype} {tuple(rotated.shape)} must be {qkv.dtype} "
-            f"{(*qkv.shape[:2], sizes[0] + sizes[1])}"
-        )
     if not runs_triton(qkv):
         heads = qkv_norm_rope(qkv, q_weight, k_weight, cos, sin, q_heads, eps)
         return attention(*heads, scale)
     q, k, v = (t.unflatten(-1, (-1, size)).transpose(1, 2) for t in qkv.split(sizes, dim=-1))
     check_attention(q, k, v, scale)
-    return QKVAttentionFunction.apply(
-        qkv, q_weight, k_weight, cos, sin, rotated, eps, scale, sizes, collect
-    )
+    return QKVAttentionFunction.apply(qkv, q_weight, k_weight, cos, sin, eps, scale, sizes, collect)

@@ -7,8 +7,8 @@ both states [N, K], contiguous; dY, X and w bf16, the states bf16 or 8-bit codes
 256, N of 8.
 
 How the kernels are built is in kernels/hopper_ring.py, with two programs an SM in
-kernels/hopper_pair.py, with warps that only update in kernels/hopper_apart.py. Here are the kernel
-of bf16 states and the function that launches it or, for 8-bit states, that of
+kernels/hopper_pair.py. Here are the update of bf16 states, by chunks of 64 columns, and the
+function that launches this kernel or, for 8-bit states, that of
 kernels/wgrad_update_hopper_int8.py.
 """
 
@@ -26,20 +26,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from forge.kernels.hopper_apart import (
-    APART_SLOTS,
-    STATE_PIECES,
-    WORKER_REGISTERS,
-    WORKER_WARPS,
-    allocate_states,
-    apart_storer,
-    finish,
-    multiplier,
-    operand_loader,
-    state_loader,
-    take_gradient,
-)
-from forge.kernels.hopper_chunks import update_chunk
 from forge.kernels.hopper_pair import (
     HALF,
     PAIR_BK,
@@ -79,20 +65,20 @@ from forge.kernels.hopper_ring import (
     thread_barrier,
     wait_for_launches_in_front,
     wait_full,
+    widen,
 )
 from forge.kernels.runtime import Dual
 from forge.kernels.target import Target
 from forge.kernels.wgrad_update_hopper_int8 import _wgrad_update_hopper_int8_kernel
 
 # wide: one program an SM, tiles of 128 x 256, eight warps that multiply a tile, then update it.
-# pair: two programs an SM, tiles of 128 x 128, four such warps each. apart: one program, tiles of
-# 128 x 128, warps that multiply and warps that update.
+# pair: two programs an SM, tiles of 128 x 128, four such warps each. apart, of codes: one program,
+# tiles of 128 x 128, warps that multiply and warps that update (kernels/hopper_apart.py).
 Layout = Literal["wide", "pair", "apart"]
-# The layout up to so many tokens, with bf16 states and with codes. Measured at 512, 1024 and 4096:
-# results/LOG.md; apart is not measured yet.
+# The layout up to so many tokens, with bf16 states and with codes, by measurement: results/LOG.md.
 CHOICE: dict[str, tuple[tuple[float, Layout], ...]] = {
     "bf16": ((1024, "pair"), (math.inf, "wide")),
-    "int8": ((1024, "pair"), (math.inf, "wide")),
+    "int8": ((1024, "apart"), (2048, "pair"), (math.inf, "wide")),
 }
 # Programs an SM, warps of the first partition, and registers a thread at launch where the compiler
 # would take more.
@@ -103,6 +89,74 @@ _PROGRAMS: dict[str, tuple[int, dict[str, int]]] = {
 }
 # How much later the second programs of the SMs begin, ns a token: about half of a tile's time.
 PAIR_DELAY = 8
+
+
+# Two neighbours at a time: $0-2 the stored pairs of w and the states, $3-8 their fp32 values, $9-10
+# the element numbers, seeded. As rounding.py: one hash for both, add its upper half, keep the upper
+# half of the sum. A NaN of all ones would carry into the sign, so nothing is added to a pair whose
+# w has one; a rule of two states makes w NaN whenever it makes a state NaN.
+_ROUND = gl.constexpr("""{
+.reg .f32 t, u;
+.reg .b64 p;
+.reg .b32 h, g, a, b;
+mov.b32 t, $3; mov.b32 u, $4; set.num.u32.f32 g, t, u;
+mul.wide.u32 p, $9, 0x9E3779B1; mov.b64 {a, b}, p; xor.b32 h, a, b;
+mul.wide.u32 p, h, 0x85EBCA77; mov.b64 {a, b}, p; lop3.b32 h, a, b, g, 0x28; // (a ^ b) & g
+mul.lo.u32 g, h, 0x9E3779B1;
+shr.u32 a, h, 16; add.u32 a, a, $3; shr.u32 b, g, 16; add.u32 b, b, $4;
+prmt.b32 $0, a, b, 0x7632;
+shr.u32 a, h, 16; add.u32 a, a, $5; shr.u32 b, g, 16; add.u32 b, b, $6;
+prmt.b32 $1, a, b, 0x7632;
+shr.u32 a, h, 16; add.u32 a, a, $7; shr.u32 b, g, 16; add.u32 b, b, $8;
+prmt.b32 $2, a, b, 0x7632;
+}""")
+_ROUND_CONSTRAINTS = gl.constexpr("=r,=r,=r,r,r,r,r,r,r,r,r")
+
+
+@gluon.jit
+def _stochastic_bf16(w, m, v, numbers):
+    bits = (
+        w.to(gl.int32, bitcast=True),
+        m.to(gl.int32, bitcast=True),
+        v.to(gl.int32, bitcast=True),
+    )
+    return gl.inline_asm_elementwise(
+        _ROUND,
+        _ROUND_CONSTRAINTS,
+        [bits[0], bits[1], bits[2], numbers],
+        dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16),
+        is_pure=True,
+        pack=2,
+    )
+
+
+@gluon.jit
+def _update_chunk(
+    dw, wb, b0, b1, row: gl.constexpr, column: gl.constexpr, base, pitch, seed, scalars,
+    RULE: gl.constexpr, STOCHASTIC: gl.constexpr,
+):  # fmt: skip
+    """Update w and both states in their slot, at ``row`` and ``column`` of the tile."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[wb.shape[0] // 16, 1], instr_shape=[16, CHUNK, 16]
+    )
+    dw = gl.convert_layout(dw, layout, assert_trivial=True)
+    states = (widen(b0.load(layout)), widen(b1.load(layout)))
+    w, states = RULE(widen(wb.load(layout)), dw, states, scalars)
+    if STOCHASTIC:
+        # base is a multiple of 128, or 256, and the column is below it: xor is the sum, and the
+        # compiler cannot reassociate it into one address register for every element.
+        rows = gl.arange(0, wb.shape[0], layout=gl.SliceLayout(1, layout)) + row
+        columns = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, layout)) + column
+        numbers = (rows * pitch + base).to(gl.uint32) ^ seed
+        numbers = numbers[:, None] ^ columns.to(gl.uint32)[None, :]
+        w, m, v = _stochastic_bf16(w, states[0], states[1], numbers)
+        wb.store(w)
+        b0.store(m)
+        b1.store(v)
+    else:
+        wb.store(w.to(gl.bfloat16))
+        b0.store(states[0].to(gl.bfloat16))
+        b1.store(states[1].to(gl.bfloat16))
 
 
 @gluon.jit
@@ -127,7 +181,7 @@ def _math(
         for c in gl.static_range(PARTS):
             i = wait_full(it + c, full)
             wb, b0, b1 = chunk_views(P.index(i), Q.index(i), smem)
-            update_chunk(
+            _update_chunk(
                 quarters[c], wb, b0, b1, 0, c * CHUNK, base, pitch, seed, scalars, RULE, STOCHASTIC
             )
             fence_async_shared()
@@ -157,7 +211,7 @@ def _pair_math(
             m = pieces(P, Q, wait_full(it + 1, full))
             v = pieces(P, Q, wait_full(it + 2, full))
             for c in gl.static_range(2):
-                update_chunk(
+                _update_chunk(
                     chunks[c], w[c], m[c], v[c], half * HALF, c * CHUNK, base, pitch, seed, scalars,
                     RULE, STOCHASTIC,
                 )  # fmt: skip
@@ -166,30 +220,6 @@ def _pair_math(
             mbarrier.arrive(done.index(n % DONES), count=1)
             it += PART
             n += 1
-
-
-@gluon.jit
-def _apart_update(
-    S, full, G, given, taken, done, ends, across, salts, scalars_ptr, seed_ptr,
-    SCALARS: gl.constexpr, RULE: gl.constexpr, STOCHASTIC: gl.constexpr,
-):  # fmt: skip
-    scalars, seed = load_scalars(scalars_ptr, seed_ptr, SCALARS)
-    it = 0
-    for tile in range(gl.program_id(0), ends[GROUPS - 1], gl.num_programs(0)):
-        first, tk, salt = place(tile, ends, across, salts)
-        pitch = tk * PAIR_BK
-        base = (tile - first) // tk * PAIR_BN * pitch + (tile - first) % tk * PAIR_BK + salt
-        for half in range(2):
-            chunks = halves(take_gradient(it, G, given, taken))
-            i = wait_full(it, full) * STATE_PIECES
-            for c in gl.static_range(2):
-                update_chunk(
-                    chunks[c], S.index(i + c), S.index(i + 2 + c), S.index(i + 4 + c),
-                    0, c * CHUNK, base + half * HALF * pitch, pitch, seed, scalars,
-                    RULE, STOCHASTIC,
-                )  # fmt: skip
-            finish(it, done)
-            it += 1
 
 
 _INTEGERS = [f"{name}{j}" for name in "eka" for j in range(GROUPS.value)]
@@ -219,24 +249,7 @@ def _wgrad_update_hopper_kernel(
     across = (k0, k1, k2, k3)
     salts = (a0, a1, a2, a3)
     smem: gl.constexpr = w0.layout
-    if LAYOUT == "apart":
-        P, Q, full, empty, done = allocate(PAIR_BM, PAIR_BN, PAIR_BK, APART_SLOTS, dy0, x0)
-        S, loaded, stored, G, given, taken = allocate_states(False)
-        gl.warp_specialize(
-            [
-                (_apart_update, (
-                    S, loaded, G, given, taken, done, ends, across, salts,
-                    scalars_ptr, seed_ptr, SCALARS, RULE, STOCHASTIC,
-                )),
-                (multiplier, (ends, M, P, Q, full, empty, G, given, taken)),
-                (operand_loader, (dy, x, ends, across, M, P, Q, full, empty)),
-                (state_loader, (w, m, v, ends, across, S, loaded, stored, False)),
-                (apart_storer, (w, m, v, ends, across, S, stored, done, False)),
-            ],
-            WORKER_WARPS,
-            WORKER_REGISTERS,
-        )  # fmt: skip
-    elif LAYOUT == "pair":
+    if LAYOUT == "pair":
         P, Q, full, empty, done = allocate(PAIR_BM, PAIR_BN, PAIR_BK, PAIR_SLOTS, dy0, x0)
         gl.warp_specialize(
             [
@@ -286,7 +299,7 @@ def wgrad_update_hopper(
     bf16; or int8 and uint8 codes, with exponents from an even address.
 
     ``layout``: how an SM's warps share the work, see ``Layout``; by default as in ``CHOICE``. The
-    results are the same. ValueError: there is no such layout.
+    results are the same. ValueError: these states have no such layout.
     """
     codes = bool(targets[0].scales)
     kernel = _wgrad_update_hopper_int8_kernel if codes else _wgrad_update_hopper_kernel
@@ -320,8 +333,9 @@ def _chosen(layout: Layout | None, tokens: int, states: str) -> Layout:
     """The layout asked for, or that of the table; raise the ValueError of an unknown one."""
     if layout is None:
         return next(name for most, name in CHOICE[states] if tokens <= most)
-    if layout not in _PROGRAMS:
-        raise ValueError(f"layout: is {layout!r}, must be one of {', '.join(_PROGRAMS)} or None")
+    known = [name for name in _PROGRAMS if name != "apart" or states == "int8"]
+    if layout not in known:
+        raise ValueError(f"layout: is {layout!r}, must be one of {', '.join(known)} or None")
     return layout
 
 

@@ -359,7 +359,7 @@ def _wgrad_update_hopper_int8_kernel(
     smem: gl.constexpr = w0.layout
     if LAYOUT == "apart":
         P, Q, full, empty, done = allocate(PAIR_BM, PAIR_BN, PAIR_BK, APART_SLOTS, dy0, x0)
-        S, loaded, stored, G, given, taken = allocate_states(True)
+        S, loaded, stored, G, given, taken = allocate_states()
         gl.warp_specialize(
             [
                 (_apart_update, (
@@ -368,8 +368,8 @@ def _wgrad_update_hopper_int8_kernel(
                 )),
                 (multiplier, (ends, M, P, Q, full, empty, G, given, taken)),
                 (operand_loader, (dy, x, ends, across, M, P, Q, full, empty)),
-                (state_loader, (w, m, v, ends, across, S, loaded, stored, True)),
-                (apart_storer, (w, m, v, ends, across, S, stored, done, True)),
+                (state_loader, (w, m, v, ends, across, S, loaded, stored)),
+                (apart_storer, (w, m, v, ends, across, S, stored, done)),
             ],
             WORKER_WARPS,
             WORKER_REGISTERS,

@@ -29,7 +29,6 @@ from forge.kernels import (
     attention_backward,
     attention_tiles,
     column_sum,
-    cross_entropy_hopper,
     hopper_pair,
     hopper_ring,
     linear_auto,
@@ -37,7 +36,6 @@ from forge.kernels import (
     linear_hopper,
     qk_norm_rope,
     qk_norm_rope_backward,
-    qkv_hopper,
     rms_norm,
     rope_tables,
     row_update,
@@ -54,7 +52,7 @@ from forge.optim import rules
 ARCHITECTURE = int(sys.argv[1]) if len(sys.argv) > 1 else 90
 GPU = GPUTarget("cuda", ARCHITECTURE, 32)
 EARLY = ARCHITECTURE >= 90  # as forge.kernels.runtime decides
-LAYOUTS = ("wide", "pair", "apart")  # of the fused updates for Hopper
+LAYOUTS = ("wide", "pair", "apart")  # of the fused updates for Hopper, the last one with codes
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 
@@ -410,69 +408,26 @@ def hopper_kernel(
     return usage(source, dict(launch_pdl=True, **options))
 
 
-def product_kernel(kernel: Any, blocks: list[list[int]], **constants: Any) -> dict[str, int]:
-    """A product for Hopper; ``blocks`` are those of its tensors, the first arguments."""
-    names = kernel.arg_names
-    types: dict[str, Any] = dict.fromkeys(constants, "constexpr") | {"eps": "fp32"}
-    types |= dict.fromkeys(("q_weight", "k_weight", "cos", "sin"), "*bf16")
-    for n, block in zip(names, blocks, strict=False):
-        types[n] = f"tensordesc<bf16{block},{linear_hopper.layout_of(block)!r}>"
-    source = GluonASTSource(
-        fn=kernel,
-        signature={n: types.get(n, "i32") for n in names},
-        constexprs={(names.index(n),): value for n, value in constants.items()},
-        attrs={},
-    )
-    return usage(source, dict(num_warps=8, launch_pdl=True))
-
-
 def product_kernels() -> dict[str, dict[str, int]]:
     """Products of the linear layers, one for each kind of tile in the tables."""
-    found = {}
-    for prefetch in (True, False):
-        last = " prefetch" * prefetch
-        for dx, tiles in ((False, linear_auto.FORWARD), (True, linear_auto.BACKWARD)):
-            kinds = {tile._replace(parts=1) for tile in (*tiles.values(), linear_auto.OTHER)}
-            for tile in sorted(kinds):
-                found[f"linear_hopper {'dx' if dx else 'y'} {tile.columns} {tile.slots}{last}"] = (
-                    product_kernel(
-                        linear_hopper._linear_hopper_kernel,
-                        linear_hopper.blocks(tile, dx),
-                        SLOTS=tile.slots,
-                        DX=dx,
-                        PREFETCH=prefetch,
-                    )
-                )
-        tile = qkv_hopper.TILE
-        found[f"linear_hopper qkv {tile.columns} {tile.slots}{last}"] = product_kernel(
-            qkv_hopper._qkv_hopper_kernel,
-            [*linear_hopper.blocks(tile, False), [linear_auto.TOKENS, tile.columns // 2]],
-            SLOTS=tile.slots,
-            PREFETCH=prefetch,
-        )
-    return found
-
-
-def loss_kernels() -> dict[str, dict[str, int]]:
-    """Cross-entropy of rows that stay on the chip."""
-    kernel, found = cross_entropy_hopper._cross_entropy_hopper_kernel, {}
+    found, kernel = {}, linear_hopper._linear_hopper_kernel
     names = kernel.arg_names
-    for continued in (False, True):
-        constants = dict(CONTINUED=continued, WARPS=cross_entropy_hopper.WARPS)
-        layout = cross_entropy_hopper.LAYOUT.value
-        types = dict.fromkeys(constants, "constexpr") | {
-            "z": f"tensordesc<bf16{cross_entropy_hopper.BLOCK},{layout!r}>",
-            **{"z_ptr": "*bf16", "labels_ptr": "*i64"},
-            **dict.fromkeys(("lse_ptr", "target_ptr", "count_ptr"), "*fp32"),
-        }
-        source = GluonASTSource(
-            fn=kernel,
-            signature={n: types.get(n, "i32") for n in names},
-            constexprs={(names.index(n),): value for n, value in constants.items()},
-            attrs={},
-        )
-        options = dict(num_warps=cross_entropy_hopper.WARPS, launch_pdl=True)
-        found[f"cross_entropy_hopper{' continued' * continued}"] = usage(source, options)
+    for dx, tiles in ((False, linear_auto.FORWARD), (True, linear_auto.BACKWARD)):
+        kinds = {tile._replace(parts=1) for tile in (*tiles.values(), linear_auto.OTHER)}
+        for tile, prefetch in itertools.product(sorted(kinds), (True, False)):
+            constants = dict(SLOTS=tile.slots, DX=dx, PREFETCH=prefetch)
+            types: dict[str, Any] = dict.fromkeys(constants, "constexpr")
+            for n, block in zip(names, linear_hopper.blocks(tile, dx), strict=False):
+                types[n] = f"tensordesc<bf16{block},{linear_hopper.layout_of(block)!r}>"
+            source = GluonASTSource(
+                fn=kernel,
+                signature={n: types.get(n, "i32") for n in names},
+                constexprs={(names.index(n),): value for n, value in constants.items()},
+                attrs={},
+            )
+            form = "dx" if dx else "y"
+            name = f"linear_hopper {form} {tile.columns} {tile.slots}{' prefetch' * prefetch}"
+            found[name] = usage(source, dict(num_warps=8, launch_pdl=True))
     return found
 
 
@@ -480,7 +435,7 @@ def main() -> None:
     hopper = ARCHITECTURE == 90
     found: dict[str, dict[str, int]] = {}
     if hopper:
-        found = model_kernels() | attention_kernels() | product_kernels() | loss_kernels()
+        found = model_kernels() | attention_kernels() | product_kernels()
         found |= attention_hopper_kernels(usage)
     known = [value for value in vars(rules).values() if isinstance(value, rules.Rule)]
     for rule in known if hopper else (rules.ADAMW, rules.LION, rules.SGD):
@@ -500,7 +455,7 @@ def main() -> None:
                 wgrad_update._wgrad_update_kernel, rule, constants, options, states
             )
         if len(rule.states) == 2 and hopper:
-            for stochastic, layout in itertools.product((True, False), LAYOUTS):
+            for stochastic, layout in itertools.product((True, False), LAYOUTS[:2]):
                 name = f"{'stochastic ' * stochastic}{layout} {rule.name}"
                 found[f"wgrad_update_hopper {name}"] = hopper_kernel(
                     rule, stochastic, "bf16", layout

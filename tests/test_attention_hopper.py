@@ -137,7 +137,7 @@ def test_attention_takes_these_kernels(on_cpu, monkeypatch, kv, late):
         pytest.skip("the kernels around them need Triton's interpreter")
     kernels = on_cpu(late)
     for file in (module, backward_module):
-        monkeypatch.setattr(file, "runs_on_hopper", lambda q: True)
+        monkeypatch.setattr(file, "runs_on_hopper", lambda *_: True)
     monkeypatch.setattr(runtime, "interpret_cpu", True)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     check_attention(packed(2, 2, kv, 130, 64, torch.float16), "cpu")
@@ -160,18 +160,19 @@ def test_when_they_are_taken(monkeypatch):
         def get_device(self):
             return 0
 
-    def takes(capability=(9, 0), **changes):
+    def takes(capability=(9, 0), direction="forward", **changes):
         q = OnGPU()
         vars(q).update(changes)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
         attention_tiles._is_hopper.cache_clear()
-        found = attention_tiles.runs_on_hopper(q)
+        found = attention_tiles.runs_on_hopper(q, direction)
         attention_tiles._is_hopper.cache_clear()
         return found
 
-    monkeypatch.setattr(attention_tiles, "HOPPER_TOKENS", 512)
+    monkeypatch.setattr(attention_tiles, "HOPPER_TOKENS", {"forward": 512, "backward": 511})
     assert takes() and takes(dtype=torch.float16) and takes(shape=(1, 2, 1, 64))
     assert not takes(shape=(1, 2, 513, 128)) and not takes(shape=(1, 2, 512, 32))
+    assert not takes(direction="backward") and takes(direction="backward", shape=(1, 2, 511, 128))
     assert not takes(dtype=torch.float32) and not takes(is_cuda=False)
     assert not takes((10, 0)) and not takes((8, 0))
 
@@ -186,7 +187,7 @@ GPU_SHAPES += [(1, 16, 8, 512, 128), (2, 4, 4, 449, 64), (2, 4, 1, 700, 128), (1
 def on_hopper(monkeypatch):
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a Hopper GPU")
-    monkeypatch.setattr(attention_tiles, "HOPPER_TOKENS", 10**9)
+    monkeypatch.setattr(attention_tiles, "HOPPER_TOKENS", {"forward": 10**9, "backward": 10**9})
 
 
 @pytest.mark.gpu
