@@ -170,12 +170,15 @@ def keys(text: str) -> list[str]:
     return [key.strip() for key in text.split(",") if key.strip()]
 
 
-def only_resume(context: typer.Context) -> None:
-    """Refuse options beside ``--resume``, which takes every setting from the run's folder."""
+def only_resume(context: typer.Context, *others: str) -> None:
+    """Refuse options beside ``--resume``, which takes every setting from the run's folder.
+
+    ``others``: options that are no settings.
+    """
     given = [
         name
         for name in context.params
-        if name not in ("resume", "as_json")
+        if name not in ("resume", "as_json", *others)
         and getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"
     ]
     if given:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,6 +26,7 @@ from forge.harness.execution import Batch
 from forge.harness.fidelity import METHODS, RECORDS_FILE, REFERENCE, Method, Record
 from forge.harness.files import locked, write_atomically
 from forge.harness.options import RESULTS
+from forge.harness.pool import side_by_side
 from forge.harness.runner import MOST, SAME, new_folder
 from forge.harness.validate_models import (
     PRETRAINED_RATES,
@@ -43,6 +46,10 @@ SETTINGS_FILE = "validate.json"
 HELD_OUT = {"cuda": 16, "cpu": 4}
 TRAINED = {"cuda": [SMOLLM, "qwen3-tiny"], "cpu": ["qwen3-tiny"]}
 STEPS, BATCH, SEQ = {"cuda": 1000, "cpu": 20}, {"cuda": 4, "cpu": 2}, {"cuda": 512, "cpu": 64}
+
+
+# Model, method, learning rate, seed.
+Row = tuple[str, str, float, int]
 
 
 @dataclass(frozen=True)
@@ -80,8 +87,8 @@ class Settings:
         for key in self.methods:
             fidelity.method(key)
 
-    def plan(self) -> Iterator[tuple[str, str, float, int]]:
-        """``(model, method, lr, seed)`` of every row.
+    def plan(self) -> Iterator[Row]:
+        """All rows.
 
         What a promise is about comes first, then the other methods; in each, model by model and
         seed by seed: what was interrupted has whole comparisons.
@@ -127,6 +134,9 @@ def command(
     resume: Annotated[
         Path | None, typer.Option(help="go on with an interrupted run (its folder)")
     ] = None,
+    jobs: Annotated[
+        int, typer.Option(min=1, help="rows trained side by side, each in a process of its own")
+    ] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="rows and verdicts on stdout")] = False,
 ) -> None:
     """Train with each method and compare held-out losses with fp32 master weights.
@@ -147,11 +157,11 @@ def command(
     Examples:
       forge-bench validate
       forge-bench validate --model smollm2-135m --lr 1e-6 --steps 300 --seeds 1
-      forge-bench validate --resume results/runs/FOLDER
+      forge-bench validate --resume results/runs/FOLDER --jobs 4
     """
     console = options.console(stderr=as_json)
     if resume is not None:
-        options.only_resume(context)
+        options.only_resume(context, "jobs")
         folder, settings = resume, options.checked(_load_settings, resume)
         now = options.hardware(options.device(settings.device))
         if now != settings.hardware:
@@ -175,7 +185,7 @@ def command(
         folder, settings = _create(out, settings)
     try:
         with locked(folder / RECORDS_FILE):
-            found, stopped = _execute(folder, settings, console)
+            found, stopped = _execute(folder, settings, jobs, console)
             found = _in_order(settings, found)
             judged = verdict.verdicts(found)
             verdict.write(folder, found, judged, _title(settings))
@@ -241,10 +251,10 @@ def _in_order(settings: Settings, found: Sequence[Record]) -> list[Record]:
     return sorted(found, key=lambda record: places.get(record.done, len(places)))
 
 
-def _execute(folder: Path, settings: Settings, console: Console) -> tuple[list[Record], int]:
+def _execute(
+    folder: Path, settings: Settings, jobs: int, console: Console
+) -> tuple[list[Record], int]:
     """Do what is left of the run. Returns all its records, and the exit code if it was stopped."""
-    if settings.device == "cpu":
-        torch.set_num_threads(1)  # on a busy machine more of them take much longer
     progress = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -267,24 +277,26 @@ def _execute(folder: Path, settings: Settings, console: Console) -> tuple[list[R
     say(f"run {folder}: {len(rows)} rows of {settings.steps} steps on {settings.hardware}")
     again = f"forge-bench validate --resume {folder}"
     task = progress.add_task("", total=len(rows) * settings.steps)
+
+    def show(row: Row, steps: int) -> None:
+        name = f"{row[0]}/{row[1]}/{row[2]:g}/seed {row[3]}"
+        progress.update(task, description=name, advance=steps)
+
     try:
-        with progress:
-            for number, row in enumerate(rows, start=1):
-                name = f"{row[0]}/{row[1]}/{row[2]:g}/seed {row[3]}"
-                progress.update(task, description=name)
-                begin = time.monotonic()
-                record = _row(row, settings, known, lambda n: progress.advance(task, n))
-                record = replace(record, seconds=round(time.monotonic() - begin, 2))
+        with progress, closing(_records(rows, settings, known, jobs, show)) as made:
+            for number, record in enumerate(made, start=1):
                 records.append(folder, record, RECORDS_FILE)
                 found.append(record)
                 progress.update(task, completed=number * settings.steps)
                 say(f"[{number}/{len(rows)}] {_outcome(record)}")
-                fidelity.release(settings.device)
     except KeyboardInterrupt:
         say(f"interrupted; go on with: {again}")
         return found, 130
     except fidelity.DeviceLost as error:
         say(f"the GPU cannot be used any more ({error}); go on with: {again}")
+        return found, 1
+    except BrokenProcessPool:
+        say(f"a process of --jobs {jobs} was killed (memory?); go on with: {again}")
         return found, 1
     return found, 0
 
@@ -304,9 +316,39 @@ def _check_same(folder: Path, earlier: Sequence[Record], now: dict[str, Any]) ->
                 )
 
 
-def _row(
-    row: tuple[str, str, float, int], settings: Settings, known: dict[str, Any], tick: Any
+def _records(
+    rows: Sequence[Row],
+    settings: Settings,
+    known: dict[str, Any],
+    jobs: int,
+    show: Callable[[Row, int], None],
+) -> Generator[Record]:
+    """The rows' records, as they come; ``show(row, steps)`` says what has been done."""
+    if jobs > 1 and len(rows) > 1:
+        yield from side_by_side(_row_beside, [(row, settings, known) for row in rows], jobs)
+        return
+    for row in rows:
+        show(row, 0)
+        yield _timed_row(row, settings, known, partial(show, row))
+        fidelity.release(settings.device)
+
+
+def _row_beside(row: Row, settings: Settings, known: dict[str, Any]) -> Record:
+    fidelity.release(settings.device)  # what the process' row before left
+    return _timed_row(row, settings, known)
+
+
+def _timed_row(
+    row: Row, settings: Settings, known: dict[str, Any], tick: Any = lambda _: None
 ) -> Record:
+    if settings.device == "cpu":
+        torch.set_num_threads(1)  # on a busy machine more of them take much longer
+    begin = time.monotonic()
+    record = _row(row, settings, known, tick)
+    return replace(record, seconds=round(time.monotonic() - begin, 2))
+
+
+def _row(row: Row, settings: Settings, known: dict[str, Any], tick: Any) -> Record:
     name, key, lr, seed = row
     chosen = fidelity.method(key)
     rival = chosen.spec.distribution

@@ -6,6 +6,7 @@ import csv
 import json
 import math
 import sys
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 
 import numpy as np
@@ -145,6 +146,23 @@ def test_an_interrupted_run_goes_on_as_if_nothing_had_been(monkeypatch, tmp_path
     whole, _ = fidelity.read(again)
     assert [r.train_losses for r in resumed] == [r.train_losses for r in whole]
     assert [r.heldout for r in resumed] == [r.heldout for r in whole]
+
+
+def test_rows_side_by_side_are_recorded_as_they_come(monkeypatch, tmp_path, capsys):
+    def all_at_once(call, arguments, jobs):
+        assert jobs == 3
+        yield from (call(*a) for a in reversed(arguments))
+        raise BrokenProcessPool
+
+    monkeypatch.setattr(validate, "side_by_side", all_at_once)
+    arguments = (*SMALL, "--methods", "fp32-master,forge-bf16", "--seeds", 1, "--jobs", 3)
+    runs = tmp_path / "runs"
+    assert forge_bench(monkeypatch, "validate", *arguments, "--out", runs) == 1
+    assert "a process of --jobs 3 was killed" in capsys.readouterr().out
+    folder = folder_of(tmp_path)
+    found, _ = fidelity.read(folder)
+    assert [r.key for r in found] == ["forge-bf16", "fp32-master"]
+    assert forge_bench(monkeypatch, "validate", "--resume", folder, "--jobs", 3) == 0
 
 
 def test_rows_with_a_promise_come_first_and_comparisons_are_whole():

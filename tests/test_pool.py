@@ -1,0 +1,48 @@
+"""Calls side by side in processes: results as they come, nothing left behind."""
+
+import multiprocessing
+import os
+import signal
+import time
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import closing
+
+import pytest
+
+from forge.harness.pool import side_by_side
+
+
+def square(x, wait=0.0):
+    time.sleep(wait)
+    return x * x, os.getpid()
+
+
+def fail(x):
+    raise ValueError(f"{x} is refused")
+
+
+def die(x):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_all_results_come_from_other_processes():
+    found = list(side_by_side(square, [(i,) for i in range(5)], 2))
+    assert sorted(value for value, _ in found) == [0, 1, 4, 9, 16]
+    assert os.getpid() not in {pid for _, pid in found}
+    assert not multiprocessing.active_children()
+
+
+def test_closing_ends_what_runs():
+    begin = time.monotonic()
+    with closing(side_by_side(square, [(1,), (2, 600.0), (3, 600.0)], 2)) as found:
+        assert next(found)[0] == 1
+    assert time.monotonic() - begin < 60 and not multiprocessing.active_children()
+
+
+@pytest.mark.parametrize(
+    "call, error, text", [(fail, ValueError, "3 is refused"), (die, BrokenProcessPool, "terminated")]
+)
+def test_what_a_call_raises_is_raised(call, error, text):
+    with pytest.raises(error, match=text):
+        list(side_by_side(call, [(3,)], 2))
+    assert not multiprocessing.active_children()
