@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from typing import Any
 
@@ -10,9 +11,12 @@ from torch import Tensor
 
 from forge.kernels.runtime import INTERPRETED, tl, triton
 
-# Up to so many tokens the kernels for Hopper run, by measurement (results/LOG.md): forward
+# From so many tokens to so many the kernels for Hopper run, measured (results/LOG.md): forward
 # kernels/attention_hopper.py, backward kernels/attention_hopper_backward.py.
-HOPPER_TOKENS = {"forward": 1024, "backward": 512}
+HOPPER_TOKENS: dict[str, list[tuple[float, float]]] = {
+    "forward": [(1, 1024)],
+    "backward": [(1, 512), (2048, math.inf)],
+}
 
 
 @lru_cache
@@ -24,7 +28,7 @@ def runs_on_hopper(q: Tensor, direction: str) -> bool:
     """Whether the kernel for Hopper runs, for queries [B, H, T, D]."""
     return (
         q.is_cuda
-        and q.shape[2] <= HOPPER_TOKENS[direction]
+        and any(least <= q.shape[2] <= most for least, most in HOPPER_TOKENS[direction])
         and q.shape[3] in (64, 128)
         and q.dtype in (torch.bfloat16, torch.float16)
         and _is_hopper(q.get_device())

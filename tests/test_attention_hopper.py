@@ -169,10 +169,13 @@ def test_when_they_are_taken(monkeypatch):
         attention_tiles._is_hopper.cache_clear()
         return found
 
-    monkeypatch.setattr(attention_tiles, "HOPPER_TOKENS", {"forward": 512, "backward": 511})
+    monkeypatch.setattr(
+        attention_tiles, "HOPPER_TOKENS", {"forward": [(1, 512)], "backward": [(1, 9), (20, 30)]}
+    )
     assert takes() and takes(dtype=torch.float16) and takes(shape=(1, 2, 1, 64))
     assert not takes(shape=(1, 2, 513, 128)) and not takes(shape=(1, 2, 512, 32))
-    assert not takes(direction="backward") and takes(direction="backward", shape=(1, 2, 511, 128))
+    taken = [n for n in range(40) if takes(direction="backward", shape=(1, 2, n, 128))]
+    assert taken == [*range(1, 10), *range(20, 31)]
     assert not takes(dtype=torch.float32) and not takes(is_cuda=False)
     assert not takes((10, 0)) and not takes((8, 0))
 
@@ -181,13 +184,16 @@ def test_when_they_are_taken(monkeypatch):
 
 GPU_SHAPES = [(1, 4, 2, tokens, 128) for tokens in (1, 63, 64, 129, 512, 1000)]
 GPU_SHAPES += [(1, 16, 8, 512, 128), (2, 4, 4, 449, 64), (2, 4, 1, 700, 128), (1, 8, 2, 129, 64)]
+GPU_SHAPES += [(1, 16, 8, 4096, 128)]
 
 
 @pytest.fixture
 def on_hopper(monkeypatch):
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a Hopper GPU")
-    monkeypatch.setattr(attention_tiles, "HOPPER_TOKENS", {"forward": 10**9, "backward": 10**9})
+    monkeypatch.setattr(
+        attention_tiles, "HOPPER_TOKENS", dict.fromkeys(("forward", "backward"), [(1, 10**9)])
+    )
 
 
 @pytest.mark.gpu

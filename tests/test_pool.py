@@ -40,7 +40,8 @@ def test_closing_ends_what_runs():
 
 
 @pytest.mark.parametrize(
-    "call, error, text", [(fail, ValueError, "3 is refused"), (die, BrokenProcessPool, "terminated")]
+    "call, error, text",
+    [(fail, ValueError, "3 is refused"), (die, BrokenProcessPool, "terminated")],
 )
 def test_what_a_call_raises_is_raised(call, error, text):
     with pytest.raises(error, match=text):
