@@ -136,7 +136,7 @@ def check(graph: Graph, work: Work) -> tuple[list[float | None], list[float]]:
     found = graph.run.results(graph.kept)
     errors = [relative_error(a.detach(), b) for a, b in zip(found, work.exact, strict=True)]
     finite = [error if math.isfinite(error) else None for error in errors]
-    return finite, [error + TOLERANCE for error in work.errors]
+    return finite, [2 * error + TOLERANCE for error in work.errors]
 
 
 def interleave(
