@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import multiprocessing
 import signal
-from collections.abc import Callable, Generator, Sequence
+import threading
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from typing import Any, TypeVar
+from contextlib import contextmanager
+from typing import Any, NoReturn, TypeVar
 
 T = TypeVar("T")
 
@@ -25,7 +27,7 @@ def side_by_side(
     # CUDA cannot be used in a fork.
     context = multiprocessing.get_context("spawn")
     before = multiprocessing.active_children()
-    with ProcessPoolExecutor(jobs, context, _let_interrupts_end_it) as pool:
+    with _one_interrupt(), ProcessPoolExecutor(jobs, context, _let_interrupts_end_it) as pool:
         try:
             for done in as_completed([pool.submit(call, *a) for a in arguments]):
                 yield done.result()
@@ -35,6 +37,24 @@ def side_by_side(
                 process.kill()
                 process.join()
             raise
+
+
+@contextmanager
+def _one_interrupt() -> Iterator[None]:
+    """Only the first Ctrl-C counts: a second one would leave locks of the pool behind."""
+
+    def interrupt(*_: object) -> NoReturn:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _let_interrupts_end_it() -> None:

@@ -47,3 +47,13 @@ def test_what_a_call_raises_is_raised(call, error, text):
     with pytest.raises(error, match=text):
         list(side_by_side(call, [(3,)], 2))
     assert not multiprocessing.active_children()
+
+
+def test_only_the_first_interrupt_counts():
+    before = signal.getsignal(signal.SIGINT)
+    with closing(side_by_side(square, [(1,), (2, 600.0)], 2)) as found:
+        next(found)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before and not multiprocessing.active_children()
