@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import signal
 import sys
 from contextlib import ExitStack, closing, redirect_stderr, redirect_stdout
@@ -40,6 +42,7 @@ from forge.harness.options import RESULTS
 from forge.harness.rows import KERNELS, Row
 from forge.harness.runner import (
     MOST,
+    MOST_PASSES,
     Run,
     Settings,
     batches_of,
@@ -69,6 +72,7 @@ Exit codes:
   2    bad input: one line says what to change, nothing was changed
   130  interrupted: what was measured is saved
 """
+OWN_OPTIONS = ("--help", "--install-completion", "--show-completion")
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help=HELP)
 app.command("check")(gate.command)
 app.command("compare")(compare.command)
@@ -107,10 +111,10 @@ def _interrupt_again(lost: Any) -> None:
 
 
 def _exit_code(arguments: list[str]) -> int:
-    own = ("--help", "--install-completion", "--show-completion")
+    _complete_options_of_run()
     commands = [str(command.name) for command in app.registered_commands]
     try:
-        if arguments and arguments[0] not in (*own, *commands):
+        if arguments and arguments[0] not in (*OWN_OPTIONS, *commands):
             if arguments[0] and not arguments[0].startswith("-"):
                 raise USAGE_ERROR(f"unknown command {arguments[0]}; valid: {', '.join(commands)}")
             arguments = ["run", *arguments]
@@ -128,6 +132,17 @@ def _exit_code(arguments: list[str]) -> int:
         pass
     typer.echo("forge-bench: interrupted", err=True)
     return 130
+
+
+def _complete_options_of_run() -> None:
+    # To a shell that completes, options without a command are those of `run`, too.
+    for name in ("COMP_WORDS", "_TYPER_COMPLETE_ARGS"):  # of bash; of zsh and fish
+        found = re.match(r"(\S+\s+)(-\S*)", os.environ.get(name, ""))
+        if "_FORGE_BENCH_COMPLETE" not in os.environ or not found:
+            continue
+        if len(found[2]) < 4 or not any(own.startswith(found[2]) for own in OWN_OPTIONS):
+            os.environ[name] = f"{found[1]}run {os.environ[name][found.end(1) :]}"
+            os.environ["COMP_CWORD"] = str(int(os.environ.get("COMP_CWORD", "0")) + 1)
 
 
 def _refuse_empty(arguments: list[str]) -> None:
@@ -170,7 +185,9 @@ def run(
     seed: Annotated[
         int, typer.Option(min=0, max=MOST, help="weights, data, order of the rows")
     ] = 0,
-    repeat: Annotated[int, typer.Option(min=1, help="interleaved passes over the rows")] = 1,
+    repeat: Annotated[
+        int, typer.Option(min=1, max=MOST_PASSES, help="interleaved passes over the rows")
+    ] = 1,
     repeat_only: Annotated[
         str, typer.Option(help="keys or row ids that passes after the first measure (default: all)")
     ] = "",
@@ -389,7 +406,10 @@ def regenerate(
         if run_id is None:
             run_id = leaderboard.headline(board.rows)
         if run_id is None:
-            options.refuse("--readme: the leaderboard has no measured run")
+            options.refuse(
+                f"--readme: no run measured on a GPU in {runs}; give --runs FOLDER, or "
+                "--include-cpu for those of a CPU"
+            )
         text = options.checked(tables.markdown, board.frame, run_id, brief=True)
         text = options.checked(tables.with_table, readme, text)
         found, damaged = profiles.load_all(runs)

@@ -35,11 +35,7 @@ def make_batches(source: str, batch: int, seq: int, vocab: int, seed: int) -> np
         DataError: no such path, no text in it, less than one batch, or a batch of more than
             :data:`MOST_TOKENS` tokens.
     """
-    if batch * seq > MOST_TOKENS:
-        raise DataError(
-            f"--batch {batch} x --seq {seq}: {batch * seq:,} tokens a step, at most "
-            f"{MOST_TOKENS:,}: give smaller ones"
-        )
+    check_tokens(batch, seq)
     need = BATCHES * batch * seq
     if source == "random":
         ids = np.random.default_rng(seed).integers(0, vocab, need)
@@ -52,6 +48,15 @@ def make_batches(source: str, batch: int, seq: int, vocab: int, seed: int) -> np
             f"{batch * seq}: give more text or a smaller --seq"
         )
     return ids[: count * batch * seq].reshape(count, batch, seq).astype(np.int32)
+
+
+def check_tokens(batch: int, seq: int) -> None:
+    """Raise DataError if a step has more than :data:`MOST_TOKENS` tokens."""
+    if batch * seq > MOST_TOKENS:
+        raise DataError(
+            f"--batch {batch} x --seq {seq}: {batch * seq:,} tokens a step, at most "
+            f"{MOST_TOKENS:,}: give smaller ones"
+        )
 
 
 def split_tokens(encode: Callable[[str], list[int]], part: str) -> np.ndarray:

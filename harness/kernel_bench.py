@@ -21,6 +21,7 @@ import typer
 from rich.table import Table
 
 from forge.harness import environment, options, path_table
+from forge.harness.data import MOST_TOKENS
 from forge.harness.files import write_atomically
 from forge.harness.kernel_cases import OPS, Case, model_cases
 from forge.harness.kernel_timing import Row, measure
@@ -162,11 +163,14 @@ def command(
     if on_gpu:
         cases += product_cases(model, shape)
     counts = _tokens(tokens) or ([] if on_gpu else list(CPU_TOKENS))
+    if not on_gpu and PRODUCTS in options.keys(op):
+        options.refuse(f"--op {PRODUCTS}: its kernels need an NVIDIA GPU; name other operations")
     plans = options.checked(plan, cases, op, case, provider, counts)
     if write_paths:
         _check_paths(plans, on_gpu)
     target = out or (RESULTS / "kernels.csv" if on_gpu else None)
-    earlier = options.checked(read, target) if target else []
+    if target:
+        options.checked(read, target)
     origin = _origin(where)
     folder = None
     if target:
@@ -203,7 +207,9 @@ def command(
                     for row in fresh:
                         line = {**asdict(row), "environment": environment.describe()}
                         file.write(json.dumps(line) + "\n")
-                write_atomically(target, text_of(merged(earlier, rows)))
+                # Read again: another run may have written since.
+                others = options.checked(read, target)
+                write_atomically(target, text_of(merged(others, rows)))
             gc.collect()
             if on_gpu:
                 torch.cuda.empty_cache()
@@ -243,8 +249,8 @@ def _origin(where: str) -> dict[str, str]:
 
 def _tokens(text: str) -> list[int]:
     found = options.keys(text)
-    if not all(count.isdecimal() and int(count) for count in found):
-        options.refuse(f"--tokens {text}: must be positive numbers, separated by commas")
+    if not all(count.isdecimal() and 1 <= int(count) <= MOST_TOKENS for count in found):
+        options.refuse(f"--tokens {text}: must be numbers from 1 to {MOST_TOKENS}, with commas")
     return [int(count) for count in dict.fromkeys(found)]
 
 

@@ -96,13 +96,15 @@ def render(board: Board, plots: Sequence[Plot]) -> str:
     )
 
 
-def runs_newest_first(rows: Sequence[Record]) -> list[list[Record]]:
-    """The rows of each run, by latency; the newest run first."""
+def runs_in_order(rows: Sequence[Record]) -> list[list[Record]]:
+    """The rows of each run, by latency: that of ``leaderboard.headline``, then the newest first."""
+    first = leaderboard.headline(rows)
     runs = [
         sorted(run, key=lambda r: (r.latency_ms is None, r.latency_ms or 0.0, r.method))
         for run in records.by_run(rows).values()
     ]
-    return sorted(runs, key=lambda run: max(r.date for r in run), reverse=True)
+    runs.sort(key=lambda run: max(record.date for record in run), reverse=True)
+    return sorted(runs, key=lambda run: run[0].run_id != first)
 
 
 def work(record: Record | Profile) -> str:
@@ -119,7 +121,7 @@ def _groups(board: Board) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     passes = records.by_run(board.passes)
     published = board.frame[board.frame["source"] == "published"]
     shown = pd.Series(False, index=published.index)
-    for run in runs_newest_first(board.rows):
+    for run in runs_in_order(board.rows):
         first, rows = run[0], []
         by_row = records.by_row(passes[first.run_id])
         for rank, record in enumerate(run, start=1):

@@ -45,6 +45,8 @@ OWN_COLOURS = (
 )
 # Where a number may stand, in points from its mark, the best place first.
 OFFSETS = ((8, 8), (8, -8), (-8, 8), (-8, -8), (0, 11), (0, -11), (11, 0), (-11, 0))
+# Times closer together than this are drawn on an axis that is this much wider on both sides.
+NARROWEST = 1.1
 PRECISION_BYTES = {"bf16": 2, "fp32": 4}
 
 
@@ -80,6 +82,7 @@ def latency_memory(rows: Sequence[Record]) -> str | None:
                 axes.scatter(xs, ys, s=46, label=way, **look)
         _log_ms(axes)
         axes.margins(x=0.08, y=0.1)
+        _show_at_least(axes, [ms for ms, _ in points])
         _draw_front(axes, [points[i] for i in pareto_front(points)])
         axes.set(xlabel="median step, ms (log scale)", ylabel="peak memory, GiB")
         marks = axes.legend(frameon=False, fontsize=8, title="dotted: Pareto front")
@@ -352,6 +355,14 @@ def _log_ms(axes: Axes, which: str = "x") -> None:
     axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axis.set_major_formatter("{x:g}")
     axis.set_minor_locator(NullLocator())
+
+
+def _show_at_least(axes: Axes, ms: Sequence[float]) -> None:
+    """Widen the time axis where all times lie within a tenth of each other: they are about equal,
+    and drawn from edge to edge they would look far apart."""
+    if max(ms) < NARROWEST * min(ms):
+        middle = math.sqrt(min(ms) * max(ms))
+        axes.set_xlim(middle / NARROWEST, middle * NARROWEST)
 
 
 def _svg(figure: Figure, title: str) -> str:

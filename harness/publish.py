@@ -46,9 +46,9 @@ def publish(board: Board, target: Path) -> list[Path]:
 
 
 def draw(board: Board) -> list[Plot]:
-    """Plots of each run, the newest first, those over runs of one machine and commit, profiles."""
+    """Plots of each run, in the page's order; over runs of one machine and commit; profiles."""
     rows, found = board.rows, []
-    for run in page.runs_newest_first(rows):
+    for run in page.runs_in_order(rows):
         run_id, title = run[0].run_id, page.work(run[0])
         memory_kind = next((r.memory_kind for r in run if r.memory_kind), "")
         for name, draws, what, caption in (
@@ -125,7 +125,7 @@ def markdown(board: Board, figures: Sequence[Plot]) -> str:
         f"one software, one input. [page/index.html]({PAGE}) sorts, filters, shows every record.",
     ]
     passes = records.by_run(board.passes)
-    for run in page.runs_newest_first(board.rows):
+    for run in page.runs_in_order(board.rows):
         run_id = run[0].run_id
         parts.append(f"## {tables.cell(page.work(run[0]))}")
         mark = noise.drift_note(noise.drift_pct(passes[run_id]) or 0.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import random
 import re
@@ -31,6 +32,8 @@ from forge.optim.registry import find
 SETTINGS_FILE = "run.json"
 # Of any count, and of seconds: longer than select() waits.
 MOST = 10**9
+# Of passes over the rows, and of seeds: each row of each is planned before the first runs.
+MOST_PASSES = 1000
 # Bytes that a worker needs for its result and output.
 ROOM = 2**20
 # Versions that rows of one run must share.
@@ -76,6 +79,8 @@ class Settings:
         for name in ("batch", "seq", "warmup", "repeat", "timeout_s"):
             if not 1 <= getattr(self, name) <= MOST:
                 raise ValueError(f"{name} must be 1 to {MOST}, got {getattr(self, name)}")
+        if self.repeat > MOST_PASSES:
+            raise ValueError(f"repeat must be at most {MOST_PASSES}, got {self.repeat}")
         if self.model not in MODELS or self.device not in ("cpu", "cuda"):
             raise ValueError(f"unknown model {self.model!r} or device {self.device!r}")
 
@@ -153,6 +158,8 @@ def _vocabulary(weights: str) -> int:
         MODEL_FOR_MASKED_LM_MAPPING_NAMES,
     )
 
+    # Its warnings are of attempts to reach the hub; the error says that there was none.
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     try:
         config = AutoConfig.from_pretrained(weights)
         kind, vocabulary = config.model_type, config.vocab_size
@@ -163,7 +170,8 @@ def _vocabulary(weights: str) -> int:
     except (OSError, ValueError, AttributeError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ValueError(
-            f"--weights {weights}: no causal language model there: {reason}"
+            f"--weights {weights}: no causal language model there: {reason.rstrip('.')}; give a "
+            "checkpoint's folder, or a hub id that can be reached from here"
         ) from error
     return vocabulary
 

@@ -27,7 +27,7 @@ from forge.harness.fidelity import METHODS, RECORDS_FILE, REFERENCE, Method, Rec
 from forge.harness.files import locked, write_atomically
 from forge.harness.options import RESULTS
 from forge.harness.pool import side_by_side
-from forge.harness.runner import MOST, SAME, new_folder
+from forge.harness.runner import MOST, MOST_PASSES, SAME, new_folder
 from forge.harness.validate_models import (
     PRETRAINED_RATES,
     SCRATCH_RATES,
@@ -77,6 +77,9 @@ class Settings:
         for name in ("steps", "seeds", "batch", "seq"):
             if not 1 <= getattr(self, name) <= MOST:
                 raise ValueError(f"{name} must be 1 to {MOST}, got {getattr(self, name)}")
+        if self.seeds > MOST_PASSES:
+            raise ValueError(f"seeds must be at most {MOST_PASSES}, got {self.seeds}")
+        data.check_tokens(self.batch, self.seq)
         if len(self.rates) != len(self.models) or self.device not in HELD_OUT:
             raise ValueError("models and rates do not fit, or the device is unknown")
         for rate in chain.from_iterable(self.rates):
@@ -125,7 +128,10 @@ def command(
         int | None, typer.Option(min=1, help="of each row (default: 1000; 20 on a CPU)")
     ] = None,
     seeds: Annotated[
-        int, typer.Option(min=1, help="of the data's order, and of weights from scratch")
+        int,
+        typer.Option(
+            min=1, max=MOST_PASSES, help="of the data's order, and of weights from scratch"
+        ),
     ] = 3,
     batch: Annotated[int | None, typer.Option(min=1, help="default: 4; 2 on a CPU")] = None,
     seq: Annotated[int | None, typer.Option(min=2, help="default: 512; 64 on a CPU")] = None,

@@ -6,7 +6,7 @@ import os
 import re
 import subprocess
 import sys
-import tomllib
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,24 @@ def python(text: str, home: Path, monkeypatch, names: dict) -> None:
     exec(compile(text, first, "exec"), names)
 
 
+def package(text: str, home: Path) -> None:
+    """Build the package of a `pyproject.toml` in the folder where the page's other files are; what
+    it offers to `forge-bench` must load."""
+    (home / "pyproject.toml").write_text(text, encoding="utf-8")
+    build = "import setuptools.build_meta as b; b.build_wheel('wheel')"
+    done = subprocess.run([sys.executable, "-c", build], cwd=home, capture_output=True, text=True)
+    assert done.returncode == 0, f"{text}\n{done.stderr}"
+    (wheel,) = (home / "wheel").glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(home / "installed")
+    code = (
+        "from forge.optim.registry import plugins; specs, problems = plugins()\n"
+        "assert specs and not problems, problems\n"
+    )
+    env = dict(os.environ, PYTHONPATH=os.pathsep.join([str(home / "installed"), str(ROOT)]))
+    subprocess.run([sys.executable, "-P", "-c", code], cwd=home, env=env, check=True)
+
+
 def blocks_of(page: str) -> list[tuple[str, str]]:
     return blocks_in(ROOT / "docs" / f"{page}.md")
 
@@ -86,7 +104,7 @@ def test_the_blocks_run(page, home, monkeypatch):
         elif language == "python":
             python(block, home, monkeypatch, names)
         elif language == "toml":
-            assert tomllib.loads(block)
+            package(block, home)
         else:
             raise AssertionError(f"{page}: a block without a language that can be run: {language}")
 

@@ -53,6 +53,10 @@ def forge_bench(monkeypatch, *arguments):
         ("--steps 0", "--steps"),
         ("--warmup 0", "--warmup"),
         ("--repeat 0", "--repeat"),
+        ("--repeat 1000000000", "--repeat"),
+        ("validate --seeds 1000000000", "--seeds"),
+        ("validate --batch 2 --seq 99999999", "--batch 2 x --seq 99999999: 199,999,998 tokens a"),
+        ("leaderboard --runs {tmp} --readme README.md", "--include-cpu for those of a CPU"),
         ("--timeout 0", "--timeout"),
         ("--repeat 2 --repeat-only x", "--repeat-only: not in this run: x"),
         ("--repeat-only adamw", "--repeat-only: says what to measure again, but --repeat is 1"),
@@ -225,15 +229,33 @@ def test_every_example_of_the_help_is_a_command_that_exists():
             group.commands[name].make_context(name, words)  # raises on what it does not know
 
 
-def test_completion(monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        ("comp", ["compare"]),
+        ("roofline --hard", ["--hardware"]),
+        ("--opt", ["--optimizers"]),
+        ("--optimizers all --repeat-", ["--repeat-only"]),
+        ("--install", ["--install-completion"]),
+    ],
+)
+def test_completion(monkeypatch, capsys, words, found):
+    line = f"forge-bench {words}"
     for name, value in (
         ("_FORGE_BENCH_COMPLETE", "complete_bash"),
-        ("COMP_WORDS", "forge-bench comp"),
-        ("COMP_CWORD", "1"),
+        ("COMP_WORDS", line.replace(" ", "\n")),  # as the script of bash joins them
+        ("COMP_CWORD", str(line.count(" "))),
     ):
         monkeypatch.setenv(name, value)
     assert forge_bench(monkeypatch) == 0
-    assert capsys.readouterr().out.split() == ["compare"]
+    assert capsys.readouterr().out.split() == found
+
+
+def test_completion_in_zsh(monkeypatch, capsys):
+    monkeypatch.setenv("_FORGE_BENCH_COMPLETE", "complete_zsh")
+    monkeypatch.setenv("_TYPER_COMPLETE_ARGS", "forge-bench --opt")
+    assert forge_bench(monkeypatch) == 0
+    assert "--optimizers" in capsys.readouterr().out
 
 
 def test_a_full_disk_ends_a_run_with_one_line_and_its_records(tmp_path, monkeypatch, capsys):

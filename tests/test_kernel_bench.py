@@ -373,6 +373,20 @@ def test_the_command_on_a_cpu(monkeypatch, capsys, tmp_path, no_gpu):
     assert leaderboard.load_runs(Path("r/runs")) == ([], [])
 
 
+def test_what_another_run_wrote_meanwhile_stays(monkeypatch, tmp_path, no_gpu):
+    target = tmp_path / "kernels.csv"
+
+    def measured(case, tokens, providers, device, origin):
+        target.write_text(text_of(merged([], [row(hardware="A100")])))  # the other run
+        numbers = dict(p20_ms=1.0, p80_ms=1.0, gb_per_s=1.0, max_rel_err=0.0)
+        yield row(op=case.op, case=case.name, tokens=tokens, **numbers)
+
+    monkeypatch.setattr("forge.harness.kernel_bench.measure", measured)
+    words = ("kernels", "--op", "rms_norm", "--case", "tiny-forward", "--out", str(target))
+    assert forge_bench(monkeypatch, *words) == 0
+    assert [r["hardware"] for r in read(target)] == ["A100", "H200"]
+
+
 def row(op="rms_norm", case="c", tokens=512, provider="forge", **rest):
     known = dict(ORIGIN) | dict(dtype="bf16", gate="pass", ms=1.0)
     return Row(op=op, case=case, tokens=tokens, provider=provider, **(known | rest))
@@ -400,8 +414,10 @@ def test_rows_that_stand_side_by_side_were_measured_together(tmp_path):
         ("--case x,tiny-forward", "--case: unknown x; valid: tiny-blocks-bf16"),
         ("--provider liger2", "--provider: unknown liger2; valid: forge, torch"),
         ("--op rms_norm --case tiny-head-bf16", "no case has all that they name"),
-        ("--tokens 512,x", "--tokens 512,x: must be positive numbers"),
-        ("--tokens 0", "--tokens 0: must be positive numbers"),
+        ("--tokens 512,x", "--tokens 512,x: must be numbers from 1"),
+        ("--tokens 0", "--tokens 0: must be numbers from 1 to 16777216"),
+        ("--tokens 99999999999999999999", "must be numbers from 1 to 16777216"),
+        ("--op rms_norm,linear", "--op linear: its kernels need an NVIDIA GPU"),
         ("--device tpu", "--device: unknown 'tpu'"),
         ("--device cuda", "--device cuda: no NVIDIA GPU here"),
         ("--write-paths", "--write-paths: chooses by the time on a GPU"),

@@ -138,7 +138,7 @@ def test_a_record_opens_by_click_and_by_keyboard(tab, board):
     first = tab.locator("tbody[data-kind=measured] .row").first
     first.locator("td").nth(3).click()
     assert dialog.is_visible()
-    top = page.runs_newest_first(board.rows)[0][0]
+    top = page.runs_in_order(board.rows)[0][0]
     (record, *_) = [p for p in board.passes if (p.run_id, p.row) == (top.run_id, top.row)]
     text = dialog.inner_text()
     for expected in (record.environment["command"], record.environment["commit"], record.run_id,
@@ -182,7 +182,7 @@ def test_rows_of_one_method_can_be_told_apart_on_a_phone(tab, board):
     tab.set_viewport_size({"width": 390, "height": 800})
     rows = tab.locator("tbody[data-kind=measured] .row .method").all_inner_texts()
     texts = [re.sub(r"\s+", " ", text) for text in rows]
-    for run in page.runs_newest_first(board.rows):
+    for run in page.runs_in_order(board.rows):
         assert len(set(texts[: len(run)])) == len(run)
         del texts[: len(run)]
 

@@ -268,6 +268,29 @@ def test_a_run_without_one_time(tmp_path, real):
     assert not [path for path in written if path.suffix == ".svg"]
 
 
+def test_the_fullest_run_comes_first_though_a_small_one_is_newer(tmp_path, real):
+    full = next(run for run in records.by_run(real).values() if len(records.by_row(run)) > 10)
+    small = [replace(row, run_id="small", date="2999-01-01T00:00:00Z") for row in full[:1]]
+    old = [replace(row, run_id="old", date="2000-01-01T00:00:00Z") for row in full[:2]]
+    board = board_of(tmp_path, *old, *small, *full)
+    order = [run[0].run_id for run in page.runs_in_order(board.rows)]
+    assert order == [full[0].run_id, "small", "old"]
+    told = publish.markdown(board, [])
+    assert told.index(full[0].run_id) < told.index("small") < told.index("`old`")
+
+
+@pytest.mark.parametrize(("other", "least", "most"), [(101.25, 0.0, 0.05), (150.0, 0.8, 0.9)])
+def test_times_that_are_about_equal_are_drawn_close_together(monkeypatch, real, other, least, most):
+    row = next(record for record in real if record.latency_ms and record.peak_memory_gib)
+    rows = [replace(row, latency_ms=101.16), replace(row, row="other/hf/eager", latency_ms=other)]
+    seen = []
+    monkeypatch.setattr(plots, "_number_points", lambda axes, points: seen.append(axes))
+    assert plots.latency_memory(rows)
+    low, high = (seen[0].transAxes.inverted().transform(seen[0].transData.transform((ms, 1)))[0]
+                 for ms in (101.16, other))  # fmt: skip
+    assert 0 <= low and high <= 1 and least < high - low < most  # of the width
+
+
 def test_pareto_front():
     import random
 
