@@ -40,21 +40,9 @@ def measured():
         pytest.param(
             record,
             id=f"{record.row}-{record.model}-{record.batch}x{record.seq}-{record.hardware}",
-            marks=[OUTDATED] * is_outdated(record),
         )
         for record in newest(load_runs(RUNS)[0])
     ]
-
-
-# Of records that nothing newer replaces yet; strict. When none is left, this and its use can go.
-OUTDATED = pytest.mark.xfail(
-    reason="measured before results of norms and rotated heads were made again", strict=True
-)
-
-
-def is_outdated(record):
-    commit = record.environment["commit"]
-    return record.kernels == "forge" and record.seq == 4096 and commit == "1b0fb4072"
 
 
 def predicted(record):
@@ -76,7 +64,7 @@ def test_the_last_measured_record_of_a_row_counts_whatever_the_order_and_name_of
     for order in ([failed, fresh, *found], [*found, fresh, failed]):
         rows = newest(order)
         assert fresh in rows and old not in rows and failed not in rows
-        assert len(rows) == len(newest(found)) and not is_outdated(fresh)
+        assert len(rows) == len(newest(found))
     both = newest([*found, replace(fresh, hardware="B200")])
     assert old in both and len(both) == len(newest(found)) + 1
 

@@ -22,6 +22,7 @@ from forge.harness import (
     plots,
     validate,
     validate_models,
+    validate_rows,
     verdict,
 )
 from forge.harness.fidelity import REFERENCE, Record
@@ -44,7 +45,8 @@ def micro(request, monkeypatch, tmp_path):
         (folder / f"{i:02}.py").write_text(words)
     monkeypatch.setattr(data, "_stdlib", lambda: sorted(folder.glob("*.py")))
     monkeypatch.setattr(data, "qwen_encoder", lambda: lambda text: [*text.encode(), 0])
-    caches = (validate_models.load, validate_models.judge, validate._text, validate._tokens)
+    models, rows = validate_models, validate_rows
+    caches = (models.load, models.judge, rows._text, rows._tokens)
     for cache in caches:
         cache.cache_clear()
     threads = torch.get_num_threads()
@@ -154,7 +156,7 @@ def test_rows_side_by_side_are_recorded_as_they_come(monkeypatch, tmp_path, caps
         yield from (call(*a) for a in reversed(arguments))
         raise BrokenProcessPool
 
-    monkeypatch.setattr(validate, "side_by_side", all_at_once)
+    monkeypatch.setattr(validate_rows, "side_by_side", all_at_once)
     arguments = (*SMALL, "--methods", "fp32-master,forge-bf16", "--seeds", 1, "--jobs", 3)
     runs = tmp_path / "runs"
     assert forge_bench(monkeypatch, "validate", *arguments, "--out", runs) == 1
@@ -286,8 +288,8 @@ def test_batches_are_whole_sequences_in_the_order_of_the_seed():
 
 
 def measured(key, lr, steps, seed=0):
-    held = validate._tokens("qwen3-tiny", "heldout", 2, 32, 4, 0, "cpu")[0]
-    train = validate._tokens("qwen3-tiny", "train", 2, 32, steps, seed, "cpu")[0]
+    held = validate_rows._tokens("qwen3-tiny", "heldout", 2, 32, 4, 0, "cpu")[0]
+    train = validate_rows._tokens("qwen3-tiny", "train", 2, 32, steps, seed, "cpu")[0]
     model = validate_models.load("qwen3-tiny").make(seed)
     judge = validate_models.judge("qwen3-tiny", "cpu")
     chosen = fidelity.method(key)
@@ -326,7 +328,7 @@ def test_an_optimizer_that_raises_fails_its_row_only(monkeypatch):
 def test_held_out_losses_are_of_the_weights_alone():
     subject = validate_models.load("qwen3-tiny")
     judge = validate_models.judge("qwen3-tiny", "cpu")
-    held = validate._tokens("qwen3-tiny", "heldout", 2, 32, 4, 0, "cpu")[0]
+    held = validate_rows._tokens("qwen3-tiny", "heldout", 2, 32, 4, 0, "cpu")[0]
     model = subject.make(3)
     truth = np.mean([model(**batch).loss.item() for batch in held])
     low = validate_models.place(subject.make(3), "cpu", torch.bfloat16)
@@ -498,8 +500,8 @@ def test_runs_of_a_gpu_are_collected_and_nothing_trained_has_no_plot(tmp_path):
 @pytest.mark.gpu
 @pytest.mark.parametrize("key", fidelity.METHODS)
 def test_on_a_gpu_a_row_learns_as_the_reference(key):
-    held = validate._tokens("qwen3-tiny", "heldout", 2, 32, 4, 0, "cuda")[0]
-    train = validate._tokens("qwen3-tiny", "train", 2, 32, 20, 0, "cuda")[0]
+    held = validate_rows._tokens("qwen3-tiny", "heldout", 2, 32, 4, 0, "cuda")[0]
+    train = validate_rows._tokens("qwen3-tiny", "train", 2, 32, 20, 0, "cuda")[0]
     judge = validate_models.judge("qwen3-tiny", "cuda")
 
     def run(chosen):
