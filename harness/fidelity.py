@@ -99,6 +99,19 @@ def read(folder: Path) -> tuple[list[Record], list[str]]:
     return load_lines(folder / RECORDS_FILE, Record, lambda record: (record.done, record.id))
 
 
+def in_order(found: Sequence[Record]) -> list[Record]:
+    """By model, as they come first, rate, seed and method: whatever order the rows ended in."""
+    models = list(dict.fromkeys(record.model for record in found))
+    methods = dict.fromkeys((*METHODS, *(record.key for record in found)))
+
+    def place(record: Record) -> tuple[int, float, int, int]:
+        return (
+            models.index(record.model), -record.lr, record.seed, list(methods).index(record.key)
+        )  # fmt: skip
+
+    return sorted(found, key=place)
+
+
 @dataclass(frozen=True)
 class Method:
     """A method of the comparison: a spec of the registry, and the dtype of the weights."""

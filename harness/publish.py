@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from forge.harness import leaderboard, noise, options, page, plots, records, tables
+from forge.harness import leaderboard, noise, options, page, plots, records, tables, verdict
 from forge.harness.files import write_atomically
 from forge.harness.leaderboard import Board
 from forge.harness.options import RESULTS
@@ -158,6 +158,8 @@ def command(
 ) -> None:
     """Write leaderboard.csv, LEADERBOARD.md, plots and page/index.html from the recorded runs.
 
+    And fidelity.csv, where a run of `forge-bench validate` on a GPU is among them.
+
     \b
     Example:
       forge-bench publish --runs results/runs --target results
@@ -169,7 +171,7 @@ def command(
     board = options.checked(leaderboard.read, runs, published, include_cpu)
     options.warn(board.damaged)
     with options.naming(f"--target {target}"):
-        written = publish(board, target)
+        written = publish(board, target) + verdict.write_measured(runs, target)
     if as_json:
         options.show_json({"files": [str(path) for path in written], "damaged": board.damaged})
         return

@@ -119,7 +119,7 @@ def command(
     try:
         with locked(folder / RECORDS_FILE):
             found, stopped = _execute(folder, settings, jobs, console)
-            found = _in_order(settings, found)
+            found = fidelity.in_order(found)
             judged = verdict.verdicts(found)
             verdict.write(folder, found, judged, _title(settings))
     except BlockingIOError:
@@ -177,11 +177,6 @@ def _load_settings(folder: Path) -> Settings:
         return Settings(**json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, TypeError) as error:
         raise ValueError(f"--resume {folder}: unreadable {SETTINGS_FILE} ({error})") from error
-
-
-def _in_order(settings: Settings, found: Sequence[Record]) -> list[Record]:
-    places = {row: i for i, row in enumerate(settings.plan())}
-    return sorted(found, key=lambda record: places.get(record.done, len(places)))
 
 
 def _execute(

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from forge.harness import options, plots
-from forge.harness.fidelity import RECORDS_FILE, REFERENCE, Record, read
+from forge.harness.fidelity import RECORDS_FILE, REFERENCE, Record, in_order, read
 from forge.harness.files import write_atomically
 
 CSV_FILE, TABLE_FILE = "fidelity.csv", "verdict.txt"
@@ -273,9 +273,16 @@ def write(folder: Path, found: Sequence[Record], judged: Sequence[Verdict], titl
         svg = plots.loss_curves(rows, f"{model}, lr {lr:g}: training and held-out loss")
         if svg:
             write_atomically(folder / f"{model}-lr{lr:g}.svg", plots.standalone(svg))
-    if any(record.device == "cuda" for record in found):
-        runs = folder.parent
-        write_atomically(runs.parent / CSV_FILE, text_of(measured(runs)))
+    write_measured(folder.parent, folder.parent.parent)
+
+
+def write_measured(runs: Path, target: Path) -> list[Path]:
+    """``fidelity.csv`` of all runs that were on a GPU; no file without one."""
+    found = measured(runs)
+    if not found:
+        return []
+    write_atomically(target / CSV_FILE, text_of(found))
+    return [target / CSV_FILE]
 
 
 def measured(runs: Path) -> list[Record]:
@@ -284,5 +291,5 @@ def measured(runs: Path) -> list[Record]:
     for folder in sorted(path.parent for path in runs.glob(f"*/{RECORDS_FILE}")):
         rows, damaged = read(folder)
         options.warn(damaged)
-        found += [row for row in rows if row.device == "cuda"]
+        found += in_order([row for row in rows if row.device == "cuda"])
     return found

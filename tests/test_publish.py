@@ -321,7 +321,7 @@ def test_the_front_ends_at_the_edges():
 def test_no_two_rows_of_a_plot_have_one_name(real):
     for run in records.by_run(real).values():
         named = plots.labels(run)
-        assert len(set(named.values())) == len(named) == len(records.by_row(run)) > 1
+        assert len(set(named.values())) == len(named) == len(records.by_row(run)) > 0
     ours = replace(real[0], key="forge-bf16", method="FORGE", states="bf16", execution="eager")
     rows = [
         replace(ours, row=str(i), kernels=kernels)
