@@ -31,8 +31,8 @@ Factors = list[tuple[Tensor, Tensor, int]]
 
 _SLOTS: dict[int, weakref.ref[Slot]] = {}
 
-# What runs for every layer of every pass is looked up once: the host is what an eager step waits
-# for, and two thirds of an attribute of `torch._C` are the way to it.
+# Looked up once: they run for every layer of every pass, and the host is what an eager step waits
+# for.
 _grad_enabled = torch.is_grad_enabled
 _transforms_active = torch._C._are_functorch_transforms_active
 _tracing_state = torch._C._get_tracing_state
@@ -251,7 +251,7 @@ class LinearFunction(torch.autograd.Function):
 
 # `Function.apply` without its checks for function transforms, which `forward` below makes.
 _linear = super(torch.autograd.Function, LinearFunction).apply
-# What the engine calls; torch's own goes through three calls to `backward`.
+# What the engine calls. torch's own looks `backward` up anew in every layer.
 LinearFunction._backward_cls.apply = LinearFunction.backward  # type: ignore[attr-defined]
 
 

@@ -374,7 +374,8 @@ class ForgeOptimizer(torch.optim.Optimizer):
         for number, group in enumerate(self.param_groups):
             self._check_fixed(number, group)
         self._queue.state = self.state
-        strides = [slot.param.stride() for slot in self._slots]
+        members = chain.from_iterable(params for _, params in self._members)
+        strides = list(map(Tensor.stride, members))
         edited = [clock for clock in self._clocks if clock.edited()]
         if edited or strides != self._strides or not same(self._stored(), self._seen):
             follow(self, edited)

@@ -61,7 +61,7 @@ def processors(tensor: Tensor) -> int:
 
 @lru_cache
 def capability(device: torch.device) -> tuple[int, int]:
-    """Major and minor compute capability; torch's own takes the host 4 us a call."""
+    """Major and minor compute capability; torch looks it up in every call."""
     return torch.cuda.get_device_capability(device)
 
 
