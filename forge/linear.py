@@ -31,6 +31,15 @@ Factors = list[tuple[Tensor, Tensor, int]]
 
 _SLOTS: dict[int, weakref.ref[Slot]] = {}
 
+# Looked up once: they run for every layer of every pass, and the host is what an eager step waits
+# for.
+_grad_enabled = torch.is_grad_enabled
+_transforms_active = torch._C._are_functorch_transforms_active
+_tracing_state = torch._C._get_tracing_state
+_any_autocast = torch._C._is_any_autocast_enabled
+_current_task = torch._C._current_graph_task_id
+_will_run = torch._C._will_engine_execute_node
+
 
 class Slot:
     """A parameter's place in its optimizer: what a backward pass has collected for it so far.
@@ -129,13 +138,13 @@ class Slot:
         if not param.is_contiguous():
             return False  # laid out anew since its layer was fused; the fused kernel walks rows
         try:
-            if not torch._C._will_engine_execute_node(self.node):
+            if not _will_run(self.node):
                 # Nobody wants this gradient (torch.autograd.grad of something else), or autograd
                 # has another node for the parameter by now, which nobody listens to yet.
                 return self.attached()
         except RuntimeError:
             return False  # torch.autograd.grad asks for this very weight
-        task = torch._C._current_graph_task_id()
+        task = _current_task()
         if task != self.task and not self.deferred:
             # What an earlier backward left behind was abandoned by an exception.
             self.factors, self.task = [], task
@@ -218,7 +227,7 @@ class LinearFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy: Tensor):
         slot = ctx.slot
-        if torch.is_grad_enabled():
+        if _grad_enabled():
             refuse_create_graph(slot.name)
         try:
             x, weight = ctx.saved_tensors
@@ -226,7 +235,7 @@ class LinearFunction(torch.autograd.Function):
             if slot.updated:
                 refuse_second_backward(slot.name)
             raise
-        need_x, need_weight, need_bias, *_ = ctx.needs_input_grad
+        need_x, need_weight, need_bias, _, _ = ctx.needs_input_grad
         dx = dw = db = None
         if need_x:
             # Between the weight's last update and this pass lies the forward pass.
@@ -240,9 +249,10 @@ class LinearFunction(torch.autograd.Function):
         return dx, dw, db, None, None
 
 
-# `Function.apply` without its checks for function transforms, which `forward` below makes: it runs
-# for every layer of every forward pass, and the host is what an eager step waits for.
+# `Function.apply` without its checks for function transforms, which `forward` below makes.
 _linear = super(torch.autograd.Function, LinearFunction).apply
+# What the engine calls. torch's own looks `backward` up anew in every layer.
+LinearFunction._backward_cls.apply = LinearFunction.backward  # type: ignore[attr-defined]
 
 
 class FusedLayer:
@@ -258,18 +268,20 @@ class FusedLayer:
 
 def active_slot(weight: Tensor | None, input: Any) -> Slot | None:
     """The slot that takes the weight's gradient in this call; None: compute as a plain layer."""
-    slot = slot_of(weight)
+    reference = _SLOTS.get(id(weight))
+    slot = reference() if reference is not None else None
     if (
         weight is None  # pruned or parametrized
         or slot is None
+        or slot.param is not weight
         or slot.node is None
-        or not (weight.requires_grad and torch.is_grad_enabled())
+        or not (weight.requires_grad and _grad_enabled())
         or weight._backward_hooks
         or weight._post_accumulate_grad_hooks
-        or torch._C._are_functorch_transforms_active()
+        or _transforms_active()
         or forward_ad._current_level >= 0
         or not isinstance(input, Tensor)  # a proxy of torch.fx
-        or torch._C._get_tracing_state() is not None
+        or _tracing_state() is not None
     ):
         return None
     return slot
@@ -302,7 +314,7 @@ class ForgeLinear(FusedLayer, nn.Linear):
         slot = active_slot(weight, input)
         if slot is None or weight is None:
             return F.linear(input, self.weight, self.bias)
-        if torch._C._is_any_autocast_enabled() and _autocasts(input):
+        if _any_autocast() and _autocasts(input):
             input = input.to(torch.get_autocast_dtype(input.device.type))
         elif input.dtype != weight.dtype:
             return F.linear(input, weight, bias)  # raises torch's own dtype error

@@ -266,24 +266,26 @@ class ForgeOptimizer(torch.optim.Optimizer):
         if self._queue.deferred and not self._clip():
             self.zero_grad()
             return loss
-        for slot in self._slots:
+        left = [slot for slot in self._slots if not slot.updated]
+        for slot in left:
             grad = slot.param.grad
-            if grad is not None and not slot.updated:
+            if grad is not None:
                 # Autograd did not call: assigned by hand, just unfrozen, or moved since.
                 if not slot.attached():
                     self._renew(slot)
                 self._queue.push(slot, grad)
         self._queue.flush()
-        self._split_clocks()
+        self._split_clocks(left)
         late = [clock for clock in self._clocks if clock.running and clock.outdated()]
         for clock in self._clocks:
             clock.running = False
-        dropped = []
+        dropped, deferred = [], self._queue.deferred
         for slot in self._slots:
             if slot.updated:
-                if slot.param.grad is None and not self._queue.deferred:
+                param = slot.param
+                if param.grad is None and not deferred:
                     dropped.append(slot.name)
-                slot.updated, slot.param.grad = False, None
+                slot.updated, param.grad = False, None
         if dropped:
             raise RuntimeError(
                 f"the gradients of {len(dropped)} parameters ({dropped[0]!r} ...) were discarded "
@@ -338,9 +340,10 @@ class ForgeOptimizer(torch.optim.Optimizer):
         self._queue.discard()
         applied = [slot for slot in self._slots if slot.updated]
         for slot in self._slots:
-            slot.factors = []
-            if slot.updated:
-                slot.param.grad = None
+            if slot.factors:
+                slot.factors = []
+        for slot in applied:
+            slot.param.grad = None
         super().zero_grad(set_to_none)
         if applied:
             for slot in applied:
@@ -371,7 +374,8 @@ class ForgeOptimizer(torch.optim.Optimizer):
         for number, group in enumerate(self.param_groups):
             self._check_fixed(number, group)
         self._queue.state = self.state
-        strides = [slot.param.stride() for slot in self._slots]
+        members = chain.from_iterable(params for _, params in self._members)
+        strides = list(map(Tensor.stride, members))
         edited = [clock for clock in self._clocks if clock.edited()]
         if edited or strides != self._strides or not same(self._stored(), self._seen):
             follow(self, edited)
@@ -411,10 +415,10 @@ class ForgeOptimizer(torch.optim.Optimizer):
         if param.requires_grad:
             slot.attach(self._queue)
 
-    def _split_clocks(self) -> None:
-        """Parameters that a running clock's step left out keep their own, smaller count."""
+    def _split_clocks(self, slots: Sequence[Slot]) -> None:
+        """Those of ``slots`` that a running clock's step left out keep their own, smaller count."""
         left: dict[int, Clock] = {}
-        for slot in self._slots:
+        for slot in slots:
             clock = slot.clock
             if clock.running and not slot.updated:
                 if self._queue.captured and torch.cuda.is_current_stream_capturing():

@@ -32,6 +32,11 @@ QUEUE_BYTES = 128 * 2**20
 # In a captured step the host does not count, and long chains of launches take the GPU least.
 CAPTURED_BYTES = 640 * 2**20
 
+# Looked up once: they run for every parameter of every backward, and the host is what an eager step
+# waits for.
+_current_task = torch._C._current_graph_task_id
+_grad_enabled = torch.is_grad_enabled
+
 
 @dataclass
 class _Waiting:
@@ -82,23 +87,26 @@ class UpdateQueue:
 
     def complete(self, slot: Slot) -> None:
         """Called by the autograd engine when a backward has completed the gradient of ``slot``."""
-        # Runs for every parameter of every backward, on the host that an eager step waits for.
         if self.deferred:
             self._defer(slot)
             return
-        task = torch._C._current_graph_task_id()
-        if slot.factors and slot.task != task or not slot.param.requires_grad:
-            slot.factors = []  # of a backward that failed, or frozen since the forward pass
-        grad = slot.param.grad
-        nothing = grad is None and not slot.factors and not _begun(slot)
-        if nothing or not slot.param.requires_grad:
+        task = _current_task()
+        param, factors = slot.param, slot.factors
+        if not param.requires_grad:
+            slot.factors = []  # frozen since the forward pass
             return
-        self._enter(slot, task)
+        if factors and slot.task != task:
+            factors = slot.factors = []  # of a backward that failed
+        grad = param.grad
+        if grad is None and not factors and not _begun(slot):
+            return
+        if task != self._task or slot.updated or _grad_enabled():
+            self._enter(slot, task)
         self.push(slot, grad)
 
     def _enter(self, slot: Slot, task: int) -> None:
         """Check, before the first update of a backward, what all of them need."""
-        if slot.updated or torch.is_grad_enabled():
+        if slot.updated or _grad_enabled():
             self._refuse(slot)
         if task != self._task:
             check_single_process()
@@ -200,7 +208,6 @@ class UpdateQueue:
                 if filler is not None:
                     with _on_stream(slot.stream, x.device):
                         filler.fill()
-            # This runs for every parameter of every eager step: the common case comes first.
             if grad is not None:
                 if factors:
                     grad = _add(grad, factors)

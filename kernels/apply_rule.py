@@ -188,17 +188,18 @@ def apply_rule(
         for grad, target in zip(grads[chunk], targets[chunk], strict=True):
             if not target.fields[1]:
                 continue
-            if grad.stride() != target.param.stride():
+            if grad.stride() != target.stride:
                 grad = torch.empty_like(target.param, dtype=grad.dtype).copy_(grad)
                 copies.append(grad)
             address = grad.data_ptr()
             _, numel, rows, columns = target.fields[:4]
             bits = address | target.flat_bits
+            # Not triton.cdiv: 2 us a call.
             if target.scales:
-                programs = triton.cdiv(rows * triton.cdiv(columns, BLOCK), _ELEMENTS // BLOCK)
+                programs = -(-(rows * -(-columns // BLOCK)) // (_ELEMENTS // BLOCK))
                 bits |= columns
             else:
-                programs = triton.cdiv(numel, _ELEMENTS)
+                programs = -(-numel // _ELEMENTS)
             table.add(programs, (address, *target.fields), bits)
         if not table.programs:
             continue

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forge.kernels.runtime import HAS_TRITON
+from forge.kernels.runtime import HAS_TRITON, capability
 
 # False: torch's products everywhere, to compare with.
 HOPPER = True
@@ -37,12 +37,12 @@ class Tile(NamedTuple):
 
 # By weight [N, K]: those of Qwen3-0.6B, as measured between two norms (results/LOG.md). Behind each
 # the programs for 512 tokens, of which 132 run at once. Of the others torch's own are as fast.
-FORWARD = {
+FORWARD: dict[tuple[int, ...], Tile] = {
     (4096, 1024): Tile(128, 5),  # q, k, v: 128
     (1024, 2048): Tile(128, 6, parts=4),  # o: 128
     (1024, 3072): Tile(128, 6, parts=4),  # down: 128
 }
-BACKWARD = {
+BACKWARD: dict[tuple[int, ...], Tile] = {
     (6144, 1024): Tile(128, 5, parts=4),  # gate, up: 128
     (1024, 2048): Tile(64, 4, terms=128),  # o: 128
     (4096, 1024): Tile(128, 5, parts=4),  # q, k, v: 128
@@ -50,15 +50,15 @@ BACKWARD = {
 OTHER = Tile(128, 6)
 
 
-def tile_for(a: Tensor, weight: Tensor, tiles: dict[tuple[int, int], Tile]) -> Tile | None:
+def tile_for(a: Tensor, weight: Tensor, tiles: dict[tuple[int, ...], Tile]) -> Tile | None:
     """The tile with which the kernel takes this product; None: it does not, or is not faster."""
     if not HOPPER or not a.is_cuda or not HAS_TRITON:
         return None
-    tile = tiles.get((weight.shape[0], weight.shape[1]))
+    tile = tiles.get(weight.shape)
     if tile is None or not 0 < a.numel() <= MOST_TOKENS * a.shape[-1]:
         return None
     plain = a.dtype == weight.dtype == torch.bfloat16 and weight.is_contiguous()
-    return tile if plain and torch.cuda.get_device_capability(a.device) == (9, 0) else None
+    return tile if plain and capability(a.device) == (9, 0) else None
 
 
 def linear_forward(

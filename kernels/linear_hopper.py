@@ -208,7 +208,7 @@ def _linear(
     a: Tensor,
     weight: Tensor,
     dx: bool,
-    tiles: dict[tuple[int, int], Tile],
+    tiles: dict[tuple[int, ...], Tile],
     parts: bool,
     prefetch: bool,
 ) -> Tensor:

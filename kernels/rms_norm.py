@@ -254,7 +254,7 @@ class NormAgain:
         None if it was written to since, and while a hook on saved tensors (a checkpoint's) is to
         decide what is kept.
         """
-        found = y.__dict__.get("_forge_norm_again")
+        found = getattr(y, "_forge_norm_again", None)
         if found is None or y._version != found.y_version:
             return None
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
@@ -263,7 +263,8 @@ class NormAgain:
     @staticmethod
     def unfilled(y: Tensor) -> NormAgain | None:
         """Who is to fill ``y``, where it is a buffer that the norm's backward has yet to fill."""
-        found = y.__dict__.get("_forge_norm_again")
+        # Not its dict, which would have to be made for every tensor.
+        found = getattr(y, "_forge_norm_again", None)
         return found if found is not None and found.empty is y else None
 
     def remember(self, y: Tensor, h: Tensor, weight: Tensor, eps: float) -> None:

@@ -60,6 +60,12 @@ def processors(tensor: Tensor) -> int:
 
 
 @lru_cache
+def capability(device: torch.device) -> tuple[int, int]:
+    """Major and minor compute capability; torch looks it up in every call."""
+    return torch.cuda.get_device_capability(device)
+
+
+@lru_cache
 def _launches_early(index: int) -> bool:
     return torch.version.hip is None and torch.cuda.get_device_capability(index) >= (9, 0)
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from forge.kernels.apply_rule import apply_rule
-from forge.kernels.runtime import Dual
+from forge.kernels.runtime import Dual, capability
 from forge.kernels.target import Target
 from forge.kernels.wgrad_update import wgrad_update
 
@@ -65,13 +65,8 @@ def _fits_hopper(param: Tensor, dtypes: tuple[torch.dtype | None, ...], states: 
         and states == 2
         and param.shape[1] % 256 == 0
         and param.shape[0] % 8 == 0
-        and _capability(param.device) == (9, 0)
+        and capability(param.device) == (9, 0)
     )
-
-
-@cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
 
 
 @cache
@@ -98,11 +93,11 @@ def choose_path(dy: Tensor, x: Tensor, target: Target, captured: bool) -> str:
     raise AssertionError(f"{TABLE.name} names no path that takes every weight")
 
 
-@lru_cache  # eager steps ask for every weight
+@lru_cache
 def _preference(device: torch.device, tokens: int, captured: bool) -> list[str]:
     if device.type != "cuda":
         return ["tiles"]
-    major, minor = _capability(device)
+    major, minor = capability(device)
     table = _table()
     ranges = table.get(f"{major}.{minor}", table["other"])["graph" if captured else "eager"]
     return next(paths for limit, paths in ranges if limit is None or tokens <= limit)
@@ -140,6 +135,9 @@ def wgrad_update_auto(
     A forced path that cannot take a weight leaves it to the automatic choice; ``check_path`` tells
     beforehand. ``captured`` as in :func:`choose_path`.
     """
+    if path == "auto" and (alike := _same_path(xs, targets, captured)) is not None:
+        _UPDATES[alike](dys, xs, targets, scalars, seed, rule)
+        return
     groups: dict[tuple[str, int], list[int]] = {}
     for i, (dy, x, target) in enumerate(zip(dys, xs, targets, strict=True)):
         chosen = path
@@ -149,8 +147,7 @@ def wgrad_update_auto(
         tokens = x.numel() // x.shape[-1] if chosen == "hopper" else 0
         groups.setdefault((chosen, tokens), []).append(i)
     for (chosen, _), members in groups.items():
-        update = {"tiles": wgrad_update, "scratch": _scratch, "hopper": _overlapped}[chosen]
-        update(
+        _UPDATES[chosen](
             [dys[i] for i in members],
             [xs[i] for i in members],
             [targets[i] for i in members],
@@ -158,6 +155,14 @@ def wgrad_update_auto(
             seed,
             rule,
         )
+
+
+def _same_path(xs: Sequence[Tensor], targets: Sequence[Target], captured: bool) -> str | None:
+    """The path that suits all, if it takes every weight: what most eager steps are."""
+    device = targets[0].param.device
+    counts = {x.numel() // target.fields[3] for x, target in zip(xs, targets, strict=True)}
+    paths = {_preference(device, tokens, captured)[0] for tokens in counts}
+    return paths.pop() if len(paths) == 1 and "hopper" not in paths else None
 
 
 def _rows(t: Tensor) -> Tensor:
@@ -218,3 +223,6 @@ def _scratch_chunk(
         dy, x = dys[i], xs[i]
         torch.mm(dy.reshape(-1, dy.shape[-1]).t(), x.reshape(-1, x.shape[-1]), out=grad)
     apply_rule(grads, [targets[i] for i in chunk], scalars, seed, rule)
+
+
+_UPDATES = {"tiles": wgrad_update, "scratch": _scratch, "hopper": _overlapped}

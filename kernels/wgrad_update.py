@@ -11,8 +11,6 @@ Each program forms one tile of dW in registers and updates the same tile of w an
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import reduce
-from operator import or_
 
 import torch
 from torch import Tensor
@@ -165,11 +163,11 @@ def wgrad_update(
                 dy, x = as_rows(dy), as_rows(x)
                 tokens, dy_pitch, x_pitch = dy.shape[0], dy.stride(0), x.stride(0)
                 kept += (dy, x)
-            operands = (dy_pitch, x_pitch, dy.data_ptr(), x.data_ptr())
+            dy_address, x_address = dy.data_ptr(), x.data_ptr()
             table.add(
                 -(-n // block_n) * -(-k // block_k),
-                (tokens, *operands, *target.fields),
-                reduce(or_, operands, target.matrix_bits),
+                (tokens, dy_pitch, x_pitch, dy_address, x_address, *target.fields),
+                dy_pitch | x_pitch | dy_address | x_address | target.matrix_bits,
             )
         if not table.programs:
             continue

@@ -109,7 +109,7 @@ def test_hopper_is_refused_where_it_cannot_run():
 
 def test_which_dtypes_and_codes_the_hopper_kernel_takes(monkeypatch):
     """Without a GPU: as if there were one."""
-    monkeypatch.setattr(wgrad_auto, "_capability", lambda device: (9, 0))
+    monkeypatch.setattr(wgrad_auto, "capability", lambda device: (9, 0))
     x, dy = torch.ones(4, 512).bfloat16(), torch.ones(4, 64).bfloat16()
     w = torch.zeros(64, 512, dtype=torch.bfloat16)
     codes = [torch.zeros(64, 512, dtype=t) for t in (torch.int8, torch.uint8)]
