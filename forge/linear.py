@@ -251,8 +251,6 @@ class LinearFunction(torch.autograd.Function):
 
 # `Function.apply` without its checks for function transforms, which `forward` below makes.
 _linear = super(torch.autograd.Function, LinearFunction).apply
-# What the engine calls. torch's own looks `backward` up anew in every layer.
-LinearFunction._backward_cls.apply = LinearFunction.backward  # type: ignore[attr-defined]
 
 
 class FusedLayer:
