@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -76,7 +77,7 @@ def optimize(
     module: Any
     for module in modules:
         if undo:
-            _each_group(module, qwen3, unpack)
+            unpack(qwen3.packed_layers(module))
         new = swaps.get(type(module))
         other_activation = new is qwen3.ForgeQwen3MLP and module.config.hidden_act != "silu"
         if new is not None and not other_activation:
@@ -85,7 +86,7 @@ def optimize(
         if undo:
             module.__dict__.pop("_following", None)
         else:
-            _each_group(module, qwen3, pack)
+            _pack(qwen3.packed_layers(module))
             if isinstance(module, qwen3.Qwen3Model):
                 qwen3.link(module)
             if isinstance(module, qwen3.ForgeQwen3Attention):
@@ -96,10 +97,10 @@ def optimize(
     return model
 
 
-def _each_group(module: nn.Module, qwen3: Any, do: Any) -> None:
-    weights = [plain_weight(layer) for layer in qwen3.packed_layers(module)]
-    if weights and all(weight is not None for weight in weights):
-        do(weights)
+def _pack(layers: Sequence[nn.Module]) -> None:
+    weights = [weight for layer in layers if (weight := plain_weight(layer)) is not None]
+    if layers and len(weights) == len(layers):
+        pack(weights)
 
 
 def _swap_head(head: nn.Module, forward: Any, fused: bool) -> None:
