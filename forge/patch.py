@@ -38,7 +38,8 @@ def optimize(
       ``output.logits`` is None; a KV cache is made only where ``use_cache=True`` asks for it.
 
     Left alone, while the rest is swapped: layers that are no plain ``nn.Linear`` (adapters,
-    quantized weights, biases, hooks), attention with a KV cache, a custom ``loss_function``.
+    quantized weights, biases, hooks), an activation with hooks or other than SiLU, attention with a
+    KV cache, a custom ``loss_function``.
     ``torch.compile`` sees the plain model. On a CPU the same modules run plain PyTorch. Calling it
     again changes nothing; after replacing modules, call it again to swap the new ones.
 
