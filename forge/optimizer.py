@@ -351,8 +351,9 @@ class ForgeOptimizer(torch.optim.Optimizer):
             raise RuntimeError(
                 f"zero_grad() before step(): {len(applied)} parameters ({applied[0].name!r} ...) "
                 "were updated inside backward already, which cannot be undone; step() ends the "
-                "step. To keep a network still while another one trains through it, freeze it "
-                "with requires_grad_(False)"
+                "step. To discard gradients, build the optimizer with update='step'; to keep a "
+                "network still while another one trains through it, freeze it with "
+                "requires_grad_(False)"
             )
 
     def _check_held(self) -> None:

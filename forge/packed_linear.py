@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from forge.kernels.linear_auto import linear_backward, linear_forward
 from forge.kernels.rms_norm import NormAgain
@@ -28,6 +29,7 @@ def is_plain(module: nn.Module, *types: type[nn.Module]) -> bool:
         type(module) in types
         and "forward" not in attributes
         and not any(attributes[hooks] for hooks in _HOOKS)
+        and not _has_any_global_hook()
     )
 
 
@@ -54,10 +56,12 @@ def pack(weights: Sequence[Tensor]) -> bool:
 
 
 @torch.no_grad()
-def unpack(weights: Sequence[Tensor]) -> None:
-    """Give each weight memory of its own again."""
-    for weight in weights:
-        weight.data = weight.data.clone()
+def unpack(layers: Sequence[nn.Module]) -> None:
+    """Give each weight memory of its own again, also inside adapters and under hooks."""
+    for layer in layers:
+        for weight in layer.parameters():
+            if type(weight) is nn.Parameter and weight.untyped_storage().nbytes() > weight.nbytes:
+                weight.data = weight.data.clone()
 
 
 def packed_view(weights: Sequence[Tensor]) -> Tensor | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -37,7 +38,8 @@ def optimize(
       ``output.logits`` is None; a KV cache is made only where ``use_cache=True`` asks for it.
 
     Left alone, while the rest is swapped: layers that are no plain ``nn.Linear`` (adapters,
-    quantized weights, biases, hooks), attention with a KV cache, a custom ``loss_function``.
+    quantized weights, biases, hooks), an activation with hooks or other than SiLU, attention with a
+    KV cache, a custom ``loss_function``.
     ``torch.compile`` sees the plain model. On a CPU the same modules run plain PyTorch. Calling it
     again changes nothing; after replacing modules, call it again to swap the new ones.
 
@@ -76,7 +78,7 @@ def optimize(
     module: Any
     for module in modules:
         if undo:
-            _each_group(module, qwen3, unpack)
+            unpack(qwen3.packed_layers(module))
         new = swaps.get(type(module))
         other_activation = new is qwen3.ForgeQwen3MLP and module.config.hidden_act != "silu"
         if new is not None and not other_activation:
@@ -85,7 +87,7 @@ def optimize(
         if undo:
             module.__dict__.pop("_following", None)
         else:
-            _each_group(module, qwen3, pack)
+            _pack(qwen3.packed_layers(module))
             if isinstance(module, qwen3.Qwen3Model):
                 qwen3.link(module)
             if isinstance(module, qwen3.ForgeQwen3Attention):
@@ -96,10 +98,10 @@ def optimize(
     return model
 
 
-def _each_group(module: nn.Module, qwen3: Any, do: Any) -> None:
-    weights = [plain_weight(layer) for layer in qwen3.packed_layers(module)]
-    if weights and all(weight is not None for weight in weights):
-        do(weights)
+def _pack(layers: Sequence[nn.Module]) -> None:
+    weights = [weight for layer in layers if (weight := plain_weight(layer)) is not None]
+    if layers and len(weights) == len(layers):
+        pack(weights)
 
 
 def _swap_head(head: nn.Module, forward: Any, fused: bool) -> None:

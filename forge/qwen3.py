@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.compiler import is_compiling
-from torch.nn.modules.module import _has_any_global_hook
+from transformers.activations import ACT2FN
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -261,11 +261,14 @@ def _is_short(q: Tensor) -> bool:
     )
 
 
+_SILU = (type(ACT2FN["silu"]), nn.SiLU)
+
+
 class ForgeQwen3MLP(Qwen3MLP):
     """One product for gate and up, one kernel between them and down."""
 
     def forward(self, x: Tensor, between_norms: bool = False) -> Tensor:
-        if is_compiling():
+        if is_compiling() or not is_plain(self.act_fn, *_SILU):
             return super().forward(x)
         gate_up = packed_linear(x, (self.gate_proj, self.up_proj), alone=between_norms)
         if gate_up is None:
@@ -285,7 +288,7 @@ class ForgeQwen3DecoderLayer(Qwen3DecoderLayer):
         checkpointed = self.gradient_checkpointing and self.training
         # A sum and its norm are results of one node: what a hook on the layer sees of the sum's
         # gradient would lack the norm's part.
-        watched = _has_any_global_hook() or not is_plain(self, ForgeQwen3DecoderLayer)
+        watched = not is_plain(self, ForgeQwen3DecoderLayer)
         if watched:
             hidden_states.__dict__.pop("_forge_normed", None)
         alone = checkpointed or watched
@@ -318,7 +321,6 @@ def _is_between(before: nn.Module, block: nn.Module, after: nn.Module | None) ->
         and after is not None
         and is_plain(after, ForgeQwen3RMSNorm)
         and before.weight.device == last.weight.device == after.weight.device
-        and not _has_any_global_hook()
     )
 
 

@@ -103,6 +103,8 @@ def _read(optimizer: ForgeOptimizer, state_dict: dict[str, Any]) -> dict[int, di
     for key in ("state", "param_groups"):
         if not isinstance(state_dict, Mapping) or key not in state_dict:
             raise KeyError(f"state_dict has no {key!r}: pass what optimizer.state_dict() returned")
+    if not isinstance(state_dict["state"], Mapping):
+        raise ValueError("state_dict: 'state' must be a dict of the parameters' states")
     groups = state_dict["param_groups"]
     if len(groups) != len(optimizer.param_groups):
         raise ValueError(
@@ -112,8 +114,9 @@ def _read(optimizer: ForgeOptimizer, state_dict: dict[str, Any]) -> dict[int, di
     loaded: dict[int, dict[str, Any]] = {}
     names = {id(slot.param): slot.name for slot in optimizer._slots}
     for i, (mine, theirs) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
-        if "params" not in theirs:
-            raise KeyError(f"param group {i} of the state_dict has no 'params'")
+        for key in ("params", *optimizer.defaults):
+            if key not in theirs:
+                raise KeyError(f"param group {i} of the state_dict has no {key!r}")
         if len(mine["params"]) != len(theirs["params"]):
             raise ValueError(
                 f"param group {i}: state_dict has {len(theirs['params'])} parameters, "

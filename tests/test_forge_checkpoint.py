@@ -86,6 +86,13 @@ def test_bad_state_dicts_name_the_parameter_and_change_nothing():
     empty = {"state": {}, "param_groups": [{"lr": 5.0}]}
     with pytest.raises(KeyError, match="param group 0 of the state_dict has no 'params'"):
         optimizer.load_state_dict(empty)
+    for setting in ("lr", "betas"):
+        partial = copy.deepcopy(good)
+        del partial["param_groups"][0][setting]
+        with pytest.raises(KeyError, match=f"param group 0 of the state_dict has no '{setting}'"):
+            optimizer.load_state_dict(partial)
+    with pytest.raises(ValueError, match="'state' must be a dict"):
+        optimizer.load_state_dict({**good, "state": [{}]})
     assert optimizer.param_groups[0]["lr"] == LR
     for key, state in good["state"].items():
         for name, value in state.items():

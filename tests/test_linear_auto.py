@@ -134,7 +134,7 @@ def test_weights_that_were_just_packed_are_not_prefetched(hopper):
     model = forge.optimize(make())
     ids = torch.zeros(1, 5, dtype=torch.int64)
     mlp = model.model.layers[0].mlp
-    unpack([mlp.gate_proj.weight, mlp.up_proj.weight])
+    unpack([mlp.gate_proj, mlp.up_proj])
     for expected in ([("y", GATE_UP, False)], []):
         calls.clear()
         model(input_ids=ids, labels=ids).loss.backward()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -587,6 +588,19 @@ def test_optimize_is_idempotent_and_undone():
     assert model(**batch()).logits is not None
 
 
+@pytest.mark.parametrize("around", ["hook", "adapter"])
+def test_undone_with_layers_that_are_no_longer_plain(around):
+    model = forge.optimize(make())
+    attention = model.model.layers[0].self_attn
+    if around == "hook":
+        attention.q_proj.register_forward_hook(lambda *_: None)
+    else:
+        attention.q_proj = Own(attention.q_proj)
+    forge.optimize(model, undo=True)
+    parameters = list(model.parameters())
+    assert len({p.untyped_storage().data_ptr() for p in parameters}) == len(parameters)
+
+
 def test_forge_optimizer_survives_optimize_and_undo():
     """Between steps, in both directions: states stay with their parameters."""
     plain, ours = make(), make()
@@ -667,6 +681,50 @@ def test_hooks_of_projections_run():
     found = gradients(model, **batch())
     assert sorted(seen) == ["k", "norm", "q_norm", "up"]
     same(found, gradients(make(), **batch()))
+
+
+@pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
+def test_hooks_of_the_activation_run(kind):
+    calls = []
+
+    def halve(_module: nn.Module, values: Any, *output: Any) -> Any:
+        calls.append(kind)
+        return output[0] * 0.5 if kind == "forward" else (values[0] * 0.5,)
+
+    found = []
+    for change in (lambda model: model, forge.optimize):
+        model = change(make())
+        getattr(model.model.layers[0].mlp.act_fn, f"register_{kind}_hook")(halve)
+        found.append(gradients(model, **batch()))
+    assert len(calls) == 2
+    same(*reversed(found))
+
+
+def test_an_activation_of_ones_own():
+    found = []
+    for change in (lambda model: model, forge.optimize):
+        model = change(make())
+        model.model.layers[1].mlp.act_fn = nn.GELU()
+        found.append(gradients(model, **batch()))
+    same(*reversed(found))
+
+
+def test_hooks_of_all_modules_run_for_each():
+    found = []
+    for change in (lambda model: model, forge.optimize):
+        model = change(make())
+        called: Counter[nn.Module] = Counter()
+        handle = nn.modules.module.register_module_forward_hook(
+            lambda module, *_, called=called: called.update([module])
+        )
+        try:
+            grads = gradients(model, **batch())
+        finally:
+            handle.remove()
+        found.append((grads, {name: called[module] for name, module in model.named_modules()}))
+    (plain, calls), (ours, our_calls) = found
+    assert our_calls == calls
+    same(ours, plain)
 
 
 def test_a_sum_changed_by_a_hook_is_normalised_again():
