@@ -191,6 +191,14 @@ def run(
     repeat_only: Annotated[
         str, typer.Option(help="keys or row ids that passes after the first measure (default: all)")
     ] = "",
+    in_turns: Annotated[
+        bool,
+        typer.Option(
+            "--in-turns",
+            help="passes after the first measure their rows side by side, four steps each in turn: "
+            "a host that is slow for a second is so for all",
+        ),
+    ] = False,
     timeout: Annotated[float, typer.Option(min=1, max=MOST, help="seconds a row may take")] = 900.0,
     resume: Annotated[
         Path | None, typer.Option(help="go on with an interrupted run (its folder)")
@@ -232,6 +240,7 @@ def run(
             seed=seed,
             repeat=repeat,
             repeat_only=options.keys(repeat_only),
+            in_turns=in_turns,
             hardware=options.hardware(where),
             timeout_s=timeout,
             rows=[],
@@ -257,6 +266,8 @@ def _check_repeats(settings: Settings, rows: list[Row]) -> None:
         options.refuse(f"--repeat-only: not in this run: {', '.join(unknown)}")
     if settings.repeat_only and settings.repeat == 1:
         options.refuse("--repeat-only: says what to measure again, but --repeat is 1")
+    if settings.in_turns and settings.repeat == 1:
+        options.refuse("--in-turns: says how to measure again, but --repeat is 1")
 
 
 def _create(out: Path, settings: Settings, rows: list[Row]) -> tuple[Path, Settings]:

@@ -49,6 +49,10 @@ class Workers:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End what runs; the next job starts a server anew."""
         self._end_child()
         self._end_server()
 

@@ -124,7 +124,7 @@ def _kinds_of(kind: type) -> dict[str, tuple[type, ...]]:
 
 
 def _is(value: Any, kinds: tuple[type, ...]) -> bool:
-    return isinstance(value, kinds) and not isinstance(value, bool)
+    return isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
 
 
 def _kinds(hint: Any) -> tuple[type, ...]:

@@ -11,9 +11,12 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from itertools import groupby
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -25,6 +28,7 @@ from forge.harness.logs import LOG_FILE
 from forge.harness.processes import COMMAND, Workers
 from forge.harness.records import Record
 from forge.harness.rows import Row, cannot_run
+from forge.harness.turns import Turns
 from forge.harness.worker import GATE_FIELDS, Job, Result
 from forge.harness.workloads import MODELS
 from forge.optim.registry import find
@@ -49,6 +53,7 @@ class Settings:
         steps: timed steps; ``None`` picks them by the speed of the step.
         repeat: passes over the rows.
         repeat_only: the methods or row ids that passes after the first measure; empty: all.
+        in_turns: passes after the first measure their rows side by side, some steps each in turn.
         timeout_s: a row that takes longer is stopped and ``failed``.
         drift_pct: filled in at the end of a run with several passes:
             :func:`forge.harness.noise.drift_pct` of its records.
@@ -72,6 +77,7 @@ class Settings:
     hardware: str
     timeout_s: float
     rows: list[dict[str, str]]
+    in_turns: bool = False
     drift_pct: float | None = None
 
     def __post_init__(self) -> None:
@@ -227,47 +233,96 @@ class Run:
         with tempfile.TemporaryDirectory(prefix="forge-bench-") as scratch:
             batches = Path(scratch) / "batches.npy"
             np.save(batches, self.batches)
-            server_log = Path(scratch) / "server.txt"
-            with Workers(s.device, server_log, _worker_environment(s), self.worker) as workers:
-                session = _Session(self, workers, Path(scratch), batches)
-                for order, repeat, row in rows:
-                    record = session.record(order, repeat, row)
-                    records.append(self.folder, record)
-                    self.log(f"{record.row} repeat={repeat} -> {record.status} {record.notes}")
-                    yield record
+            with _Session(self, Path(scratch), batches) as session:
+                for _, together in groupby(rows, self._pass):
+                    for record in session.records(list(together)):
+                        records.append(self.folder, record)
+                        self.log(
+                            f"{record.row} repeat={record.repeat} -> {record.status} {record.notes}"
+                        )
+                        yield record
+
+    def _pass(self, row: tuple[int, int, Row]) -> tuple[int, ...]:
+        """What rows that are measured side by side share."""
+        order, repeat, _ = row
+        return (repeat,) if repeat and self.settings.in_turns else (repeat, order)
 
 
-class _Session:
-    def __init__(self, run: Run, workers: Workers, scratch: Path, batches: Path) -> None:
-        self.run, self.workers = run, workers
-        self.scratch, self.batches = scratch, batches
+class _Session(ExitStack):
+    """Servers of workers, and what rows of a run share."""
+
+    def __init__(self, run: Run, scratch: Path, batches: Path) -> None:
+        super().__init__()
+        self.run, self.scratch, self.batches = run, scratch, batches
+        self.places: list[_Place] = []
         self.reference: Path | None = None
         self.no_reference = ""
         self.gated: dict[str, dict[str, Any]] = {}  # by row: what its gate found in an earlier pass
 
-    def record(self, order: int, repeat: int, row: Row) -> Record:
+    def records(self, rows: Sequence[tuple[int, int, Row]]) -> Iterator[Record]:
+        """One row by itself; several side by side, their timed steps in turns."""
+        for number in range(len(self.places), len(rows)):
+            place = _Place(self.run, self.scratch / str(number))
+            self.places.append(place)
+            self.enter_context(place.workers)
+        needed = not all(cannot_run(row, self.run.settings.device) for *_, row in rows)
+        if needed and self.reference is None and not self.no_reference:
+            self._make_reference()
+        if len(rows) == 1:
+            yield self.record(*rows[0], self.places[0])
+            return
+        folder = Path(tempfile.mkdtemp(prefix="turns-", dir=self.scratch))
+        turns = [Turns(folder, i, len(rows)) for i in range(len(rows))]
+        with ThreadPoolExecutor(len(rows)) as threads:
+            found = [
+                threads.submit(self.record, *row, place, own)
+                for row, place, own in zip(rows, self.places, turns, strict=False)
+            ]
+            try:
+                for one in found:
+                    yield one.result()
+            except BaseException:
+                for place in self.places:
+                    place.workers.close()
+                raise
+
+    def record(
+        self, order: int, repeat: int, row: Row, place: _Place, turns: Turns | None = None
+    ) -> Record:
+        """Have a worker measure the row, and wait for it."""
+        try:
+            return self._make(order, repeat, row, self._result(row, place, turns))
+        finally:
+            if turns is not None:
+                turns.leave()  # also if its worker was killed
+
+    def _result(self, row: Row, place: _Place, turns: Turns | None) -> Result:
         settled = cannot_run(row, self.run.settings.device)
         if settled:
-            return self._make(order, repeat, row, Result(*settled))
-        if self.reference is None and not self.no_reference:
-            self._make_reference()
+            return Result(*settled)
         if self.no_reference:
-            return self._make(order, repeat, row, Result("failed", self.no_reference))
-        result = self._start(row, self.gated.get(row.id))
+            return Result("failed", self.no_reference)
+        result = self._start(row, place, self.gated.get(row.id), turns)
         if result.status == "ok":
             self.gated[row.id] = {key: result.fields[key] for key in GATE_FIELDS}
-        return self._make(order, repeat, row, result)
+        return result
 
     def _make_reference(self) -> None:
         self.run.say("gate: training the fp32 reference")
-        result = self._start(None)
+        result = self._start(None, self.places[0])
         if result.status != "ok":
             self.no_reference = f"gate: no fp32 reference ({result.status}: {result.notes})"
             return
         self.reference = self.scratch / "reference.json"
         self.reference.write_text(json.dumps(result.fields["trajectory"]), encoding="utf-8")
 
-    def _start(self, row: Row | None, gated: dict[str, Any] | None = None) -> Result:
+    def _start(
+        self,
+        row: Row | None,
+        place: _Place,
+        gated: dict[str, Any] | None = None,
+        turns: Turns | None = None,
+    ) -> Result:
         s = self.run.settings
         job = Job(
             row=asdict(row) if row else None,
@@ -286,12 +341,13 @@ class _Session:
             reference=str(self.reference) if self.reference else None,
             gated=gated,
             gate_only=self.run.gate_only,
+            turns=turns.as_json() if turns else None,
         )
-        job_path, result_path = self.scratch / "job.json", self.scratch / "result.json"
+        job_path, result_path = place.folder / "job.json", place.folder / "result.json"
         result_path.unlink(missing_ok=True)
         job_path.write_text(json.dumps(asdict(job)), encoding="utf-8")
-        output_path = self.scratch / "output.txt"
-        ending = self.workers.run(job_path, result_path, output_path, s.timeout_s)
+        output_path = place.folder / "output.txt"
+        ending = place.workers.run(job_path, result_path, output_path, s.timeout_s)
         output = (
             output_path.read_text(encoding="utf-8", errors="replace")
             if output_path.exists()
@@ -339,6 +395,17 @@ class _Session:
             environment={**env, "seed": s.seed, "summary": spec.summary},
         )
         return replace(record, **fields)
+
+
+class _Place:
+    """A server of workers, and the folder of their files."""
+
+    def __init__(self, run: Run, folder: Path) -> None:
+        folder.mkdir()
+        self.folder = folder
+        environment = _worker_environment(run.settings)
+        device = run.settings.device
+        self.workers = Workers(device, folder / "server.txt", environment, run.worker)
 
 
 def _log(folder: Path) -> TextIO:

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from forge.harness.turns import BURST, Turns
+
 FAST_STEP_MS = 20.0
 FAST_STEPS, SLOW_STEPS = 200, 20
 SLOW_FACTOR = 5.0
@@ -25,22 +27,39 @@ def _nothing() -> None:
 
 
 def time_steps(
-    step: Callable[[Any], Any], batches: Sequence[Any], count: int, device: str, start: int = 0
+    step: Callable[[Any], Any],
+    batches: Sequence[Any],
+    count: int,
+    device: str,
+    start: int = 0,
+    turns: Turns | None = None,
 ) -> tuple[list[float], Any]:
     """Run ``count`` steps over ``batches`` in turn, from batch ``start`` on.
+
+    Args:
+        turns: with other workers, which take some steps each.
 
     Returns:
         Milliseconds of each step (device synchronised before and after), and the last loss.
     """
     wait = synchronizer(device)
-    samples, loss = [], None
+    samples: list[float] = []
+    loss = None
+    if turns is not None:
+        turns.begin()
     for i in range(start, start + count):
+        if turns is not None and (i - start) % BURST == 0:
+            if samples:
+                turns.pass_on()
+            turns.take()
         batch = batches[i % len(batches)]
         wait()
         begin = perf_counter()
         loss = step(batch)
         wait()
         samples.append((perf_counter() - begin) * 1e3)
+    if turns is not None:
+        turns.pass_on()
     return samples, loss
 
 

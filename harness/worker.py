@@ -31,6 +31,7 @@ from forge.harness.execution import GraphStep, Step, UnsupportedExecution, build
 from forge.harness.files import write_atomically
 from forge.harness.memory import GIB, GradientMeter, PeakMeter, state_bytes
 from forge.harness.rows import Row
+from forge.harness.turns import MORE_STEPS, Turns
 from forge.harness.workloads import MODELS, build_model, import_transformers, load_model
 from forge.optim.spec import Hyper
 
@@ -64,6 +65,8 @@ class Job:
     # What the row's gate found, when it has passed already in this run.
     gated: dict[str, Any] | None = None
     gate_only: bool = False
+    # Arguments of a :class:`~forge.harness.turns.Turns`.
+    turns: dict[str, Any] | None = None
 
 
 @dataclass
@@ -196,9 +199,10 @@ def _time(job: Job, row: Row, target: Any, batches: list[Any], fields: dict[str,
     others, _ = timing.time_steps(step, batches, job.warmup - 1, job.device, start=1)
     fields["warmup_ms"] = first + others
     fields["peak_warmup_gib"], _ = meter.read()
-    steps = job.steps or timing.steps_needed(fields["warmup_ms"])
+    turns = Turns(**job.turns) if job.turns else None
+    steps = job.steps or timing.steps_needed(fields["warmup_ms"]) * (MORE_STEPS if turns else 1)
     meter.reset()
-    samples, loss = timing.time_steps(step, batches, steps, job.device, start=job.warmup)
+    samples, loss = timing.time_steps(step, batches, steps, job.device, job.warmup, turns)
     allocated, fields["peak_reserved_gib"] = meter.read()
     # A replayed graph allocates nothing that the allocator sees: its peak is that of the capture.
     captured = step.peak_bytes / GIB if isinstance(step, GraphStep) else 0.0
@@ -211,6 +215,8 @@ def _time(job: Job, row: Row, target: Any, batches: list[Any], fields: dict[str,
     held = state_bytes(optimizer, model)
     tokens = job.batch * job.seq
     feed = itertools.cycle(batches)
+    if turns is not None:
+        turns.take()  # nobody else may use the GPU
     efficiency, missing = record_columns(
         _config(job),
         job.batch,
