@@ -20,7 +20,8 @@ from typing import Self
 
 # For a server that has closed its end of the pipe to exit.
 GRACE_S = 5.0
-COMMAND = (sys.executable, "-m", "forge.harness.worker", "--serve")
+# -P: a worker imports what this process does, not what lies in the current folder.
+COMMAND = (sys.executable, "-P", "-m", "forge.harness.worker", "--serve")
 
 
 class Workers:

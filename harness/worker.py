@@ -346,7 +346,7 @@ def work(job_path: str, result_path: str) -> None:
 
 
 def _become_fresh_worker(job_path: str, result_path: str) -> NoReturn:
-    command = [sys.executable, "-m", "forge.harness.worker", job_path, result_path]
+    command = [sys.executable, "-P", "-m", "forge.harness.worker", job_path, result_path]
     os.execv(sys.executable, command)
 
 

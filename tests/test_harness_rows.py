@@ -60,7 +60,7 @@ def test_a_hanging_worker_is_stopped(tmp_path):
 
 
 def test_a_result_that_was_not_written_whole_is_a_failed_row(tmp_path):
-    patch = "open(job.data.replace('batches.npy', 'result.json'), 'w')"
+    patch = "open(job.data.replace('batches.npy', '0/result.json'), 'w')"
     patch += ".write('{\"sta'); os._exit(0)"
     (record,), _ = execute(tmp_path, ["adamw"], patch)
     assert record.status == "failed" and "its result cannot be read" in record.notes
@@ -265,3 +265,14 @@ def test_workers_start_clean(tmp_path):
     pids = result.read_text().split()
     assert endings == ["exited with code 0"] * 2
     assert len(set(pids)) == 2 and str(server) not in pids
+
+
+def test_a_worker_imports_nothing_from_the_current_folder(tmp_path, monkeypatch):
+    """A file there may have the name of a module that some library imports."""
+    (tmp_path / "h2.py").write_text("raise SystemExit('imported')")
+    (tmp_path / "torch.py").write_text("raise SystemExit('imported')")
+    monkeypatch.chdir(tmp_path)
+    environment = dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path))
+    with Workers("cpu", tmp_path / "log", environment) as workers:
+        ending = workers.run(tmp_path / "no job", tmp_path / "result", tmp_path / "output", 60)
+    assert ending == "exited with code 1", (tmp_path / "output").read_text()

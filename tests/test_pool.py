@@ -25,18 +25,30 @@ def die(x):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def left_behind():
+    """Processes that still exist. multiprocessing alone does not tell: it may miss an end."""
+    found = []
+    for process in multiprocessing.active_children():
+        try:
+            os.kill(process.pid, 0)
+        except ProcessLookupError:
+            continue
+        found.append(process)
+    return found
+
+
 def test_all_results_come_from_other_processes():
-    found = list(side_by_side(square, [(i,) for i in range(5)], 2))
-    assert sorted(value for value, _ in found) == [0, 1, 4, 9, 16]
+    found = list(side_by_side(square, [(i,) for i in range(3)], 2))
+    assert sorted(value for value, _ in found) == [0, 1, 4]
     assert os.getpid() not in {pid for _, pid in found}
-    assert not multiprocessing.active_children()
+    assert not left_behind()
 
 
 def test_closing_ends_what_runs():
     begin = time.monotonic()
     with closing(side_by_side(square, [(1,), (2, 600.0), (3, 600.0)], 2)) as found:
         assert next(found)[0] == 1
-    assert time.monotonic() - begin < 60 and not multiprocessing.active_children()
+    assert time.monotonic() - begin < 60 and not left_behind()
 
 
 @pytest.mark.parametrize(
@@ -46,7 +58,7 @@ def test_closing_ends_what_runs():
 def test_what_a_call_raises_is_raised(call, error, text):
     with pytest.raises(error, match=text):
         list(side_by_side(call, [(3,)], 2))
-    assert not multiprocessing.active_children()
+    assert not left_behind()
 
 
 def test_only_the_first_interrupt_counts():
@@ -56,4 +68,4 @@ def test_only_the_first_interrupt_counts():
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
-    assert signal.getsignal(signal.SIGINT) is before and not multiprocessing.active_children()
+    assert signal.getsignal(signal.SIGINT) is before and not left_behind()

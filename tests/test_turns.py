@@ -82,9 +82,9 @@ def test_rows_have_different_numbers_of_steps(tmp_path):
 
 def test_a_run_in_turns(tmp_path, monkeypatch):
     code = forge_bench(
-        monkeypatch, "--optimizers", "adamw-fused,forge-bf16,adamw", "--device", "cpu", "--seq", "16",
-        "--steps", "9", "--data", "random", "--repeat", "2", "--repeat-only",
-        "adamw-fused,forge-bf16", "--in-turns", "--out", str(tmp_path), "--json",
+        monkeypatch, "--optimizers", "adamw-fused,forge-bf16,adamw", "--device", "cpu",
+        "--seq", "16", "--steps", "9", "--data", "random", "--repeat", "2",
+        "--repeat-only", "adamw-fused,forge-bf16", "--in-turns", "--out", str(tmp_path), "--json",
     )  # fmt: skip
     assert code == 0
     (folder,) = tmp_path.iterdir()
