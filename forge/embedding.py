@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from forge.linear import FusedLayer, Slot, active_slot, graph_break, slot_of
+from forge.linear import FusedLayer, Slot, active_slot, slot_of
 
 
 class EmbeddingFunction(torch.autograd.Function):
@@ -56,6 +56,8 @@ class ForgeEmbedding(FusedLayer, nn.Embedding):
         if torch.compiler.is_dynamo_compiling():
             training = torch.is_grad_enabled() and self.weight.requires_grad
             if training and not torch.compiler.is_exporting():
+                from forge.graph_break import graph_break
+
                 return graph_break(self, input)
             return super().forward(input)
         weight = self._parameters.get("weight")

@@ -302,6 +302,8 @@ class ForgeLinear(FusedLayer, nn.Linear):
             # What the compiler traces has no side effects: no slots here.
             training = torch.is_grad_enabled() and self.weight.requires_grad
             if training and not torch.compiler.is_exporting():
+                from forge.graph_break import graph_break
+
                 return graph_break(self, input)
             return F.linear(input, self.weight, self.bias)
         # From the dict: an attribute of a module costs five times as much, in every layer.
@@ -326,12 +328,6 @@ def _autocasts(input: Tensor) -> bool:
         and input.is_floating_point()
         and input.dtype != torch.float64
     )
-
-
-@torch.compiler.disable(reason="forge updates weights inside backward: no fullgraph=True here")
-def graph_break(layer: nn.Module, input: Tensor) -> Tensor:
-    """The eager forward: the compiler must not trace a backward that has side effects."""
-    return layer.forward(input)
 
 
 def fuse_linears(model: nn.Module) -> list[nn.Linear]:
