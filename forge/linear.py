@@ -204,6 +204,16 @@ def refuse_create_graph(name: str) -> NoReturn:
     )
 
 
+def saved(ctx: Any, slot: Slot) -> tuple[Tensor, ...]:
+    """The saved tensors of a node; if an update has changed one since, the error says so."""
+    try:
+        return ctx.saved_tensors
+    except RuntimeError:  # changed in place, by whom autograd cannot say; or freed
+        if slot.updated:
+            refuse_second_backward(slot.name)
+        raise
+
+
 class LinearFunction(torch.autograd.Function):
     """``y = x W^T + b`` whose backward gives ``x`` and ``dy`` to the weight's slot, not ``dW``."""
 
@@ -229,12 +239,7 @@ class LinearFunction(torch.autograd.Function):
         slot = ctx.slot
         if _grad_enabled():
             refuse_create_graph(slot.name)
-        try:
-            x, weight = ctx.saved_tensors
-        except RuntimeError:  # changed in place since: by whom, autograd cannot say
-            if slot.updated:
-                refuse_second_backward(slot.name)
-            raise
+        x, weight = saved(ctx, slot)
         need_x, need_weight, need_bias, _, _ = ctx.needs_input_grad
         dx = dw = db = None
         if need_x:
