@@ -34,12 +34,14 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(autouse=True)
 def _poisoned_and_seeded():
-    """Fresh seeds, and NaN in memory that nobody wrote."""
+    """Fresh seeds, NaN in memory that nobody wrote, and the threads of the start again."""
     torch.manual_seed(0)
+    threads = torch.get_num_threads()
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(before)
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(

@@ -32,15 +32,6 @@ FORMATS = [
 every_format = pytest.mark.parametrize(("states", "dtype", "update"), FORMATS)
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """On a busy machine more of them take much longer, of operations as small as these."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 class Net(nn.Module):
     """A tied head and embedding, biases, a norm, a frozen weight, rows of more than one block."""
 

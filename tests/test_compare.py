@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +11,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from forge.harness import cli, leaderboard, noise, options, records
+from command_line import forge_bench
+from forge.harness import leaderboard, noise, options, records
 from forge.harness.compare import CAUTION, cautions, compare, side
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
@@ -109,13 +109,6 @@ def runs(tmp_path, real):
 def test_a_side_is_a_run_or_a_commit(runs, name):
     found, damaged = side(name.format(runs=runs), runs)
     assert {record.run_id for record in found} == {"one"} and len(found) == 2 and damaged == []
-
-
-def forge_bench(monkeypatch, *arguments):
-    monkeypatch.setattr(sys, "argv", ["forge-bench", *map(str, arguments)])
-    with pytest.raises(SystemExit) as caught:
-        cli.main()
-    return caught.value.code
 
 
 def test_the_command(runs, monkeypatch, capsys):

@@ -23,15 +23,6 @@ LR = 1e-2
 UPDATES = ("backward", "step")
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    # The models are tiny: threads that wait for each other on a busy machine cost a hundredfold.
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 class Block(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()

@@ -10,14 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from command_line import forge_bench
 from forge.harness.estimate import predictions
 from forge.harness.leaderboard import load_runs
 from forge.harness.memory_model import LOGIT_BYTES, estimate, saved_bytes
 from forge.harness.shapes import load_shape, shape_of
 from forge.harness.workloads import MODELS, build_model
 from forge.optim.registry import REGISTRY
-
-from .test_harness_cli import forge_bench
 
 RUNS = Path(__file__).parent.parent / "results" / "runs"
 KEYS = {model.name: key for key, model in MODELS.items()}

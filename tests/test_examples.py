@@ -29,14 +29,9 @@ LR = 3e-3
 
 
 @pytest.fixture(autouse=True)
-def _examples_on_path_in_one_thread(monkeypatch):
+def _examples_on_path(monkeypatch):
     monkeypatch.syspath_prepend(str(EXAMPLES))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    # The models are tiny: threads that wait for each other on a busy machine cost a hundredfold.
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def example(name: str) -> ModuleType:

@@ -17,6 +17,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from command_line import forge_bench
 from forge.harness import cli, environment, records
 from forge.harness.files import locked
 from forge.harness.rows import VARIANTS
@@ -29,13 +30,6 @@ KEYS = ", ".join(REGISTRY)
 def no_gpu(monkeypatch):
     """Refusals must not depend on the machine that runs the tests."""
     monkeypatch.setattr(environment, "gpus", lambda: [])
-
-
-def forge_bench(monkeypatch, *arguments):
-    monkeypatch.setattr(sys, "argv", ["forge-bench", *arguments])
-    with pytest.raises(SystemExit) as caught:
-        cli.main()
-    return caught.value.code
 
 
 @pytest.mark.parametrize(
@@ -293,7 +287,6 @@ def test_a_full_disk_ends_a_run_with_one_line_and_its_records(tmp_path, monkeypa
 )
 def test_a_disk_that_is_full_from_the_start(command, named, tmp_path, monkeypatch, capsys):
     """Exit code 1, one line that names what could not be written, and no half of it is left."""
-    import torch
 
     def full(_):
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -305,11 +298,7 @@ def test_a_disk_that_is_full_from_the_start(command, named, tmp_path, monkeypatc
     where = dict(kernels=["--out", f"{out}/k.csv"], publish=["--target", str(out)],
                  leaderboard=["--target", f"{out}/l.csv"])  # fmt: skip
     words = command.split()
-    threads = torch.get_num_threads()
-    try:
-        code = forge_bench(monkeypatch, *words, *where.get(words[0], ["--out", str(out)]))
-    finally:
-        torch.set_num_threads(threads)
+    code = forge_bench(monkeypatch, *words, *where.get(words[0], ["--out", str(out)]))
     assert code == 1
     error = capsys.readouterr().err
     last = error.splitlines()[-1]

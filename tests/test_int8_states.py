@@ -30,15 +30,6 @@ each_code = pytest.mark.parametrize("dtype", [torch.int8, torch.uint8], ids=["si
 WIDTHS = [(33, 1), (5, 127), (3, 128), (4, 129), (2, 200), (7, 384)]
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    """Small tensors: a second thread costs more than it brings."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def encoded(x, dtype, random=None):
     codes = torch.full_like(x, 99, dtype=dtype)
     scales = torch.full(scale_shape(codes), 99, dtype=torch.uint8)

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from command_line import forge_bench
 from forge import ForgeAdamW
 from forge.harness import (
     environment,
@@ -40,8 +41,6 @@ from forge.harness.update_cases import update_cases as cases_of_the_update
 from forge.kernels import runtime, wgrad_auto
 from forge.queue import UpdateQueue
 
-from .test_harness_cli import forge_bench
-
 CPU = torch.device("cpu")
 ORIGIN = dict(hardware="H200", torch="2", triton="3", date="2026-01-01", commit="abc")
 NAME, SHAPE = workload(on_gpu=False)
@@ -53,15 +52,6 @@ def all_cases(on_gpu=False):
 
 def case_of(op, ending, on_gpu=False):
     return next(c for c in all_cases(on_gpu) if c.op == op and c.name.endswith(ending))
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    """Small tensors: a second thread costs more than it brings."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

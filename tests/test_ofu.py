@@ -11,11 +11,10 @@ import types
 import pytest
 import torch
 
+from command_line import forge_bench
 from forge.harness import efficiency, environment, gpu_clock, ofu, ofu_sweep, records
 from forge.harness.hardware import HARDWARE
 from forge.harness.workloads import MODELS
-
-from .test_harness_cli import forge_bench
 
 
 class FakeNvml:

@@ -6,9 +6,9 @@ import json
 import sys
 
 import pytest
-import torch
 
-from forge.harness import cli, environment, records
+from command_line import forge_bench
+from forge.harness import environment, records
 from forge.optim import registry
 
 MODULE = """
@@ -68,13 +68,6 @@ def installed(outside):
     (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: outside-package\nVersion: 1.0\n")
     (folder / "entry_points.txt").write_text(ENTRY_POINTS)
     return outside
-
-
-def forge_bench(monkeypatch, *arguments):
-    monkeypatch.setattr(sys, "argv", ["forge-bench", *map(str, arguments)])
-    with pytest.raises(SystemExit) as caught:
-        cli.main()
-    return caught.value.code
 
 
 SMALL = ("--seq", "16", "--data", "random", "--device", "cpu")
@@ -147,14 +140,9 @@ def test_entry_points(installed, monkeypatch, capsys):
 
 
 def test_profiled_and_estimated(installed, tmp_path, monkeypatch, capsys):
-    import torch
-
-    name, threads = "outside_package.methods:GOOD", torch.get_num_threads()
+    name = "outside_package.methods:GOOD"
     options = "--seq 16 --steps 1 --warmup 1 --device cpu --json --out".split()
-    try:
-        assert forge_bench(monkeypatch, "profile", name, *options, tmp_path / "runs") == 0
-    finally:
-        torch.set_num_threads(threads)
+    assert forge_bench(monkeypatch, "profile", name, *options, tmp_path / "runs") == 0
     assert json.loads(capsys.readouterr().out)["row"]["key"] == name
     (folder,) = (tmp_path / "runs").iterdir()
     assert json.loads((folder / "profile.json").read_text())["method"] == "Outside good"
@@ -167,14 +155,10 @@ def test_profiled_and_estimated(installed, tmp_path, monkeypatch, capsys):
 
 
 def test_a_profile_of_one_that_raises_is_one_line(outside, tmp_path, monkeypatch, capsys):
-    threads = torch.get_num_threads()
     runs = tmp_path / "runs"
     options = "--seq 16 --steps 1 --warmup 1 --device cpu --out".split()
     name = "outside_package.methods:RAISING"
-    try:
-        assert forge_bench(monkeypatch, "profile", name, *options, runs) == 1
-    finally:
-        torch.set_num_threads(threads)
+    assert forge_bench(monkeypatch, "profile", name, *options, runs) == 1
     errors = capsys.readouterr().err
     assert errors.startswith(f"forge-bench: profile {name}: KeyError: ") and errors.count("\n") == 1
     assert not list(runs.iterdir())

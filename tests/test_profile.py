@@ -7,13 +7,11 @@ import gzip
 import json
 
 import pytest
-import torch
 
+from command_line import forge_bench
 from forge.harness import profile, profiles, trace
 from forge.harness.rows import Row
 from forge.harness.workloads import MODELS
-
-from .test_harness_cli import forge_bench
 
 # Names as CUDA's profiler gives them.
 KERNELS = {
@@ -197,12 +195,8 @@ def test_floors_follow_the_method():
 
 
 def test_a_cpu_profile(monkeypatch, capsys, tmp_path):
-    threads = torch.get_num_threads()
     options = "--seq 16 --steps 2 --warmup 1 --device cpu --top 4 --out".split()
-    try:
-        code = forge_bench(monkeypatch, "profile", "adamw-fused", *options, str(tmp_path), "--json")
-    finally:
-        torch.set_num_threads(threads)
+    code = forge_bench(monkeypatch, "profile", "adamw-fused", *options, str(tmp_path), "--json")
     captured = capsys.readouterr()
     assert code == 0, captured.err
     found = json.loads(captured.out)
@@ -261,12 +255,8 @@ def test_an_interrupted_profile_leaves_nothing(tmp_path, monkeypatch, capsys):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(profile, "record", interrupted)
-    threads = torch.get_num_threads()
     options = "--seq 16 --steps 1 --warmup 1 --device cpu --out".split()
-    try:
-        assert forge_bench(monkeypatch, "profile", "adamw", *options, str(tmp_path)) == 130
-    finally:
-        torch.set_num_threads(threads)
+    assert forge_bench(monkeypatch, "profile", "adamw", *options, str(tmp_path)) == 130
     assert capsys.readouterr().err.endswith("forge-bench: interrupted\n")
     assert list(tmp_path.iterdir()) == []
 

@@ -6,14 +6,13 @@ import json
 
 import pytest
 
+from command_line import forge_bench
 from forge.harness import hardware
 from forge.harness.efficiency import flops_by_layer, step_tile_share, tile_share
 from forge.harness.hardware import HARDWARE
 from forge.harness.roofline import STATES, floor
 from forge.harness.shapes import load_shape, shape_of
 from forge.harness.workloads import MODELS
-
-from .test_harness_cli import forge_bench
 
 H200 = HARDWARE["h200"]
 

@@ -4,11 +4,10 @@ import threading
 
 import pytest
 
+from command_line import forge_bench
 from forge.harness import records, timing
 from forge.harness.runner import load_settings
 from forge.harness.turns import BURST, Turns
-
-from .test_harness_cli import forge_bench
 
 
 class Recorder:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import math
-import sys
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 
@@ -13,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
+from command_line import forge_bench
 from forge.harness import (
-    cli,
     data,
     environment,
     fidelity,
@@ -49,19 +48,9 @@ def micro(request, monkeypatch, tmp_path):
     caches = (models.load, models.judge, rows._text, rows._tokens)
     for cache in caches:
         cache.cache_clear()
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     yield
-    torch.set_num_threads(threads)
     for cache in caches:
         cache.cache_clear()
-
-
-def forge_bench(monkeypatch, *arguments):
-    monkeypatch.setattr(sys, "argv", ["forge-bench", *map(str, arguments)])
-    with pytest.raises(SystemExit) as caught:
-        cli.main()
-    return caught.value.code
 
 
 def folder_of(tmp_path):
