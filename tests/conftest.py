@@ -44,14 +44,24 @@ def _poisoned_and_seeded():
     torch.set_num_threads(threads)
 
 
+def _interpret(monkeypatch):
+    if not runtime.INTERPRETED:
+        pytest.skip("the interpreter is for machines without a GPU")
+    monkeypatch.setattr(runtime, "interpret_cpu", True)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # triton asks again while a kernel runs
+
+
+@pytest.fixture
+def interpreter(monkeypatch):
+    """Every kernel through Triton's interpreter, where there is no GPU."""
+    _interpret(monkeypatch)
+
+
 @pytest.fixture(
     params=["reference", "interpreter", pytest.param("cuda", marks=pytest.mark.gpu)],
 )
 def device(request, monkeypatch):
     """Where kernels run: plain torch, Triton's interpreter, or Triton on a GPU."""
     if request.param == "interpreter":
-        if not runtime.INTERPRETED:
-            pytest.skip("the interpreter is for machines without a GPU")
-        monkeypatch.setattr(runtime, "interpret_cpu", True)
-        monkeypatch.setenv("TRITON_INTERPRET", "1")  # triton asks again while a kernel runs
+        _interpret(monkeypatch)
     return torch.device("cuda" if request.param == "cuda" else "cpu")

@@ -44,12 +44,8 @@ def linear_hopper_dx(dy, weight, *, parts=False, prefetch=False):
 
 
 @pytest.fixture
-def hopper(monkeypatch):
+def hopper(interpreter, monkeypatch):
     """Every product by "the kernel"; all else through Triton's interpreter."""
-    if torch.cuda.is_available():
-        pytest.skip("the interpreter is for machines without a GPU")
-    monkeypatch.setattr(runtime, "interpret_cpu", True)
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
     fake = types.SimpleNamespace(linear_hopper=linear_hopper, linear_hopper_dx=linear_hopper_dx)
     monkeypatch.setitem(sys.modules, "forge.kernels.linear_hopper", fake)
     tile = Tile(128, 6, parts=PARTS)

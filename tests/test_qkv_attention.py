@@ -76,11 +76,7 @@ def test_as_one_behind_the_other(device, split, dtype, shape):
     assert error(ours[1], truth[1]) <= (1e-5 if dtype == torch.float32 else 2e-2)
 
 
-def test_no_kernel_adds_parts(monkeypatch):
-    if torch.cuda.is_available():
-        pytest.skip("the interpreter is for machines without a GPU")
-    monkeypatch.setattr(runtime, "interpret_cpu", True)
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
+def test_no_kernel_adds_parts(interpreter, monkeypatch):
     monkeypatch.setattr(module, "_sum_heads_kernel", None)
     leaves, tables = inputs(1, 4, 2, 9, 16, torch.float32)
     upstream = torch.randn(1, 4, 9, 16)

@@ -12,7 +12,6 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 import forge
 from forge import qwen3
 from forge.kernels import rope_tables as module
-from forge.kernels import runtime
 from forge.kernels.rope_tables import counted_rope_tables, rope_tables
 
 SIZES = dict(vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=1)
@@ -97,12 +96,8 @@ def test_frequencies_of_a_converted_model(device):
 
 
 @pytest.fixture
-def calls(monkeypatch):
+def calls(interpreter, monkeypatch):
     """Launches of the kernel, in the interpreter: whether each also made the positions."""
-    if torch.cuda.is_available():
-        pytest.skip("the interpreter is for machines without a GPU")
-    monkeypatch.setattr(runtime, "interpret_cpu", True)
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
     found, launch = [], module._launch
 
     def counting(*args, count):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from forge.kernels import rows_apart, runtime, sort_ids, wgrad_auto
+from forge.kernels import rows_apart, sort_ids, wgrad_auto
 from forge.kernels.apply_rule import apply_rule
 from forge.kernels.block_code import scale_shape
 from forge.kernels.row_update import Rows, add_product, row_update
@@ -161,12 +161,8 @@ def test_many_ids_are_left_to_torch(device, monkeypatch):
     assert sort_ids.sort_ids(ids)[1].tolist() == list(range(9, -1, -1))
 
 
-def test_rows_are_kept_by_one_kernel_and_a_product(monkeypatch):
+def test_rows_are_kept_by_one_kernel_and_a_product(interpreter, monkeypatch):
     """Eleven small kernels once: a sort, which is several, and a gather of each tensor."""
-    if torch.cuda.is_available():
-        pytest.skip("the interpreter is for machines without a GPU")
-    monkeypatch.setattr(runtime, "interpret_cpu", True)
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
     ran = []
 
     class Names(TorchDispatchMode):

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3ForCausalLM
 
 from forge.harness.torch_qwen3 import IGNORED_LABEL, TorchQwen3, from_hf
+from small_qwen3 import VOCAB, make
 
 # bf16 rounds at other places in the twin than in Hugging Face's model, so single tensors scatter;
 # over all gradients together the twin may not lose more than Hugging Face does.
@@ -17,35 +18,13 @@ TENSOR_MARGIN = 1.5
 
 
 def make_hf(tied: bool = True, **changes: Any) -> Qwen3ForCausalLM:
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        **{
-            "vocab_size": 199,
-            "hidden_size": 48,
-            "intermediate_size": 112,
-            "num_hidden_layers": 3,
-            "num_attention_heads": 6,
-            "num_key_value_heads": 2,
-            "head_dim": 16,
-            "tie_word_embeddings": tied,
-            "use_cache": False,
-            **changes,
-        }
-    )
-    model = Qwen3ForCausalLM(config)
-    with torch.no_grad():
-        # Norm weights of exactly 1 would hide a norm applied to the wrong tensor.
-        for parameter in model.parameters():
-            if parameter.ndim == 1:
-                parameter.uniform_(0.5, 1.5)
-            else:
-                parameter.mul_(4.0)
-    return model
+    sizes = dict(intermediate_size=112, num_hidden_layers=3, use_cache=False)
+    return make(tied=tied, **(sizes | changes))
 
 
 def make_batch(seq: int = 37) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(1)
-    input_ids = torch.randint(0, 199, (2, seq), generator=generator)
+    input_ids = torch.randint(0, VOCAB, (2, seq), generator=generator)
     labels = input_ids.clone()
     labels[0, 3:9] = IGNORED_LABEL
     return {"input_ids": input_ids, "labels": labels}
