@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import csv
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
-from forge.harness import cli, leaderboard, logs, page, profiles, publish, records
+from command_line import forge_bench
+from forge.harness import leaderboard, logs, page, profiles, publish, records
 from forge.harness.profiles import Profile
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
@@ -172,10 +172,7 @@ def test_a_damaged_profile_is_named_and_left_out(tmp_path, timed, text, monkeypa
     if text == "<wall>":
         raw["wall_ms"] = 0
     path.write_text(json.dumps(raw) if text.startswith("<") else text)
-    monkeypatch.setattr(sys, "argv", ["forge-bench", "publish", "--runs", str(tmp_path / "runs"),
-                                      "--target", str(tmp_path / "out")])  # fmt: skip
-    with pytest.raises(SystemExit) as caught:
-        cli.main()
-    assert caught.value.code == 0
+    where = ("--runs", tmp_path / "runs", "--target", tmp_path / "out")
+    assert forge_bench(monkeypatch, "publish", *where) == 0
     assert f"{path}:1: unreadable profile" in capsys.readouterr().err
     assert not list((tmp_path / "out").glob("plots/profile/*"))

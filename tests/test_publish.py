@@ -16,8 +16,8 @@ from xml.etree import ElementTree
 
 import pytest
 
+from command_line import forge_bench
 from forge.harness import (
-    cli,
     files,
     leaderboard,
     page,
@@ -197,11 +197,8 @@ def test_a_damaged_line_is_named_and_the_rest_published(tmp_path, monkeypatch, c
     with (folder / records.RECORDS_FILE).open("a") as file:
         file.write('{"half": \n')
     options = ["--runs", str(tmp_path / "runs"), "--target", str(tmp_path / "out"), "--json"]
-    monkeypatch.setattr(sys, "argv", ["forge-bench", "publish", *options])
-    with pytest.raises(SystemExit) as caught:
-        cli.main()
+    assert forge_bench(monkeypatch, "publish", *options) == 0
     captured = capsys.readouterr()
-    assert caught.value.code == 0
     assert f"{folder / records.RECORDS_FILE}:2: unreadable record" in captured.err
     shown = json.loads(captured.out)
     assert len(shown["damaged"]) == 1 and len(shown["files"]) >= 4
@@ -232,10 +229,8 @@ def test_a_full_disk_leaves_whole_files(tmp_path, monkeypatch, capsys, real):
     save(tmp_path / "runs", replace(real[1], run_id="another"))
     monkeypatch.setattr(files.os, "fsync", full)
     options = ["--runs", str(tmp_path / "runs"), "--target", str(tmp_path / "out")]
-    monkeypatch.setattr(sys, "argv", ["forge-bench", "publish", *options])
-    with pytest.raises(SystemExit) as caught:
-        cli.main()
-    assert caught.value.code == 1 and "No space left on device" in capsys.readouterr().err
+    assert forge_bench(monkeypatch, "publish", *options) == 1
+    assert "No space left on device" in capsys.readouterr().err
     after = {path: path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()}
     assert after == before
 
