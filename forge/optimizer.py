@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import operator
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import chain
 from typing import Any, TypedDict
 
@@ -20,14 +19,16 @@ from forge.checks import (
     check_update,
     named_like,
 )
+from forge.clipping import clip
 from forge.embedding import fuse_embeddings
+from forge.following import follow, leave_behind, renew, same
 from forge.kernels.wgrad_auto import check_name, check_path
 from forge.linear import ForgeLinear, Slot, fuse_linears, unfuse
 from forge.optim.clock import Clock
 from forge.optim.rules import Rule
 from forge.optim.states import FORMATS, check_format
-from forge.queue import UpdateQueue, check_single_process
-from forge.state_dict import detached, follow, load, same
+from forge.queue import UpdateQueue
+from forge.state_dict import detached, load
 
 
 class Options(TypedDict, total=False):
@@ -263,7 +264,7 @@ class ForgeOptimizer(torch.optim.Optimizer):
                 loss = closure()
         if not any(clock.running for clock in self._clocks):
             self.check_unedited()  # no backward did
-        if self._queue.deferred and not self._clip():
+        if self._queue.deferred and not clip(self):
             self.zero_grad()
             return loss
         left = [slot for slot in self._slots if not slot.updated]
@@ -272,10 +273,10 @@ class ForgeOptimizer(torch.optim.Optimizer):
             if grad is not None:
                 # Autograd did not call: assigned by hand, just unfrozen, or moved since.
                 if not slot.attached():
-                    self._renew(slot)
+                    renew(self, slot)
                 self._queue.push(slot, grad)
         self._queue.flush()
-        self._split_clocks(left)
+        leave_behind(self, left)
         late = [clock for clock in self._clocks if clock.running and clock.outdated()]
         for clock in self._clocks:
             clock.running = False
@@ -299,30 +300,6 @@ class ForgeOptimizer(torch.optim.Optimizer):
                 "weights had been updated with the old ones; change them before backward()"
             )
         return loss
-
-    def _clip(self) -> bool:
-        """Clip the gradients of this step; False when they are to be skipped."""
-        check_single_process()
-        params = [slot.param for slot in self._slots if slot.param.grad is not None]
-        if self.max_grad_norm is not None:
-            self.grad_norm = torch.nn.utils.clip_grad_norm_(params, self.max_grad_norm)
-        if self.on_nonfinite == "propagate":
-            return True
-        if self.max_grad_norm is None:
-            grads = [param.grad for param in params if param.grad is not None]
-            self.grad_norm = torch.nn.utils.get_total_norm(grads)
-        assert self.grad_norm is not None
-        norm = float(self.grad_norm)
-        if self.on_nonfinite == "raise" and not math.isfinite(norm):
-            raise RuntimeError(
-                f"the norm of the gradients is {norm}; nothing was updated. zero_grad() discards "
-                "them; on_nonfinite='skip' does so by itself"
-            )
-        if norm == 0 and any(group["lr"] != 0 for group in self.param_groups):
-            # Not the squares' underflow. With lr 0 (how torch.distributed.checkpoint has states
-            # made) nothing moves anyway.
-            return any(bool(p.grad.any()) for p in params if p.grad is not None)
-        return math.isfinite(norm)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in ``torch.optim.Optimizer``: discards gradients.
@@ -384,61 +361,6 @@ class ForgeOptimizer(torch.optim.Optimizer):
 
     def _stored(self) -> list[Any]:
         return list(chain.from_iterable(map(dict.values, self.state.values())))
-
-    def _clock_at(
-        self, made: dict[tuple, Clock], slot: Slot, step: float, carried: Sequence[float]
-    ) -> Clock:
-        """A clock of the slot's group and device at these counts, one for all that ask."""
-        key = (id(slot.clock.group), slot.param.device, step, *carried)
-        if key not in made:
-            group, device = slot.clock.group, slot.param.device
-            made[key] = Clock(self.rule, group, device, self.seed, step, carried)
-            self._clocks.append(made[key])
-        return made[key]
-
-    @torch.no_grad()
-    def _renew(self, slot: Slot) -> None:
-        """Follow a parameter that was unfrozen, converted or moved after the optimizer was built.
-
-        Raises:
-            TypeError: its new dtype is not supported.
-        """
-        param = slot.param
-        check_parameter(param, slot.name, attached=True)
-        if slot.clock.step.device != param.device:
-            twins = (c for c in self._clocks if c.follows(slot.clock, param.device))
-            clock = next(twins, None)
-            if clock is None:
-                clock = slot.clock.on(param.device)
-                self._clocks.append(clock)
-            self._move(slot, clock)
-        slot.target = None
-        if param.requires_grad:
-            slot.attach(self._queue)
-
-    def _split_clocks(self, slots: Sequence[Slot]) -> None:
-        """Those of ``slots`` that a running clock's step left out keep their own, smaller count."""
-        left: dict[int, Clock] = {}
-        for slot in slots:
-            clock = slot.clock
-            if clock.running and not slot.updated:
-                if self._queue.captured and torch.cuda.is_current_stream_capturing():
-                    raise RuntimeError(
-                        f"{slot.name!r} got no gradient while the step was captured, but one in "
-                        "the eager one"
-                    )
-                stored = self.state.get(slot.param)
-                if stored and not clock.shown_in(stored):
-                    continue  # another count was put there: followed at the next check
-                if id(clock) not in left:
-                    left[id(clock)] = clock.behind()
-                self._move(slot, left[id(clock)])
-        self._clocks.extend(left.values())
-
-    def _move(self, slot: Slot, clock: Clock) -> None:
-        slot.clock = clock
-        if self.state.get(slot.param):
-            self.state[slot.param].update(clock.counts())
 
     def state_dict(self) -> dict[str, Any]:
         """As in ``torch.optim.Optimizer``, in the layout of the same rule's torch optimizer.

@@ -1,18 +1,18 @@
-"""An optimizer's state: saved and loaded as the same rule's torch optimizer does, and followed."""
+"""An optimizer's state: saved and loaded as the same rule's torch optimizer does."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
-from operator import is_
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from forge.checks import as_count, read_count, refuse_edited
+from forge.checks import as_count
+from forge.following import clock_at
 from forge.optim.clock import Clock
 from forge.optim.rules import Rule
-from forge.optim.states import check_states, check_stored, convert_states, stored_names
+from forge.optim.states import check_states, convert_states
 
 if TYPE_CHECKING:
     from forge.optimizer import ForgeOptimizer
@@ -53,46 +53,11 @@ def load(optimizer: ForgeOptimizer, state_dict: dict[str, Any]) -> None:
         param, state = slot.param, loaded.get(id(slot.param))
         steps = state["step"] if state else 0.0
         carried = [state[name] for name in rule.carried] if state else []
-        slot.clock = optimizer._clock_at(clocks, slot, steps, carried)
+        slot.clock = clock_at(optimizer, clocks, slot, steps, carried)
         slot.updated, slot.target, slot.factors = False, None, []
         if state:
             states = convert_states(rule, optimizer.states, param, state)
             optimizer.state[param] = {**slot.clock.counts(), **states}
-
-
-def follow(optimizer: ForgeOptimizer, edited: Sequence[Clock]) -> None:
-    """Follow states, counts and layouts that are not those of the last step, or refuse them.
-
-    Args:
-        edited: clocks whose counts somebody has written to.
-    """
-    names = stored_names(optimizer.rule, optimizer.states)
-    made: dict[tuple, Clock] = {}
-    for slot in optimizer._slots:
-        param, target = slot.param, slot.target
-        stored = optimizer.state.get(param)
-        if not stored:
-            if target is not None:
-                # Its state was cleared: as in torch, its count starts again.
-                slot.clock, slot.target = optimizer._clock_at(made, slot, 0.0, ()), None
-            continue
-        if not slot.clock.shown_in(stored):
-            step, *carried = (read_count(slot, stored, name) for name in slot.clock.counts())
-            optimizer._move(slot, optimizer._clock_at(made, slot, step, carried))
-        elif slot.clock in edited:
-            refuse_edited(slot)
-        if (
-            target is None
-            or not same([stored.get(name) for name in names], target.states + target.scales)
-            or param.stride() != target.stride
-        ):
-            slot.target = None
-            check_stored(optimizer.rule, optimizer.states, param, stored, slot.name)
-
-
-def same(a: Sequence[Any], b: Sequence[Any]) -> bool:
-    """Whether ``a`` and ``b`` hold the same objects in the same order."""
-    return len(a) == len(b) and all(map(is_, a, b))
 
 
 def _read(optimizer: ForgeOptimizer, state_dict: dict[str, Any]) -> dict[int, dict[str, Any]]:

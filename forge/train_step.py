@@ -16,10 +16,10 @@ import torch.optim.optimizer as torch_optimizer
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
+from forge.following import same
 from forge.kernels.target import CapturedTables
 from forge.linear import Slot
 from forge.optimizer import ForgeOptimizer
-from forge.state_dict import same
 from forge.tied import SplitUpdate
 
 _PLAIN = (bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device)
