@@ -12,7 +12,8 @@ import typer
 
 from forge.harness import environment, options
 from forge.harness.records import Record
-from forge.harness.runner import MOST, Run, Settings, batches_of, save_settings
+from forge.harness.runner import Run
+from forge.harness.settings import MOST, Settings, batches_of, save_settings
 from forge.harness.workloads import MODELS
 
 

@@ -28,7 +28,7 @@ from forge.harness.kernel_timing import Row, measure
 from forge.harness.logs import LOG_FILE
 from forge.harness.options import RESULTS
 from forge.harness.product_cases import PRODUCTS, product_cases
-from forge.harness.runner import new_folder
+from forge.harness.settings import new_folder
 from forge.harness.shapes import Shape, load_shape
 from forge.harness.update_cases import OP as UPDATE
 from forge.harness.update_cases import update_cases

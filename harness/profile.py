@@ -28,7 +28,7 @@ from forge.harness.files import write_atomically
 from forge.harness.options import RESULTS
 from forge.harness.profiles import Profile
 from forge.harness.rows import KERNELS, Row, cannot_run
-from forge.harness.runner import new_folder
+from forge.harness.settings import new_folder
 from forge.harness.shapes import shape_of
 from forge.harness.trace import IDLE, PARTS, STEP, Steps
 from forge.harness.workloads import MODELS, build_model

@@ -18,7 +18,8 @@ from forge.harness import environment, fidelity, options, records, verdict
 from forge.harness.fidelity import METHODS, RECORDS_FILE, REFERENCE, Record
 from forge.harness.files import locked, write_atomically
 from forge.harness.options import RESULTS
-from forge.harness.runner import MOST_PASSES, SAME, new_folder
+from forge.harness.runner import SAME
+from forge.harness.settings import MOST_PASSES, new_folder
 from forge.harness.validate_models import (
     PRETRAINED_RATES,
     SCRATCH_RATES,

@@ -19,7 +19,7 @@ from forge.harness import data, environment, fidelity, records, verdict
 from forge.harness.execution import Batch
 from forge.harness.fidelity import Method, Record
 from forge.harness.pool import side_by_side
-from forge.harness.runner import MOST, MOST_PASSES
+from forge.harness.settings import MOST, MOST_PASSES
 from forge.harness.validate_models import check_model, judge, load, missing
 from forge.harness.workloads import MODELS
 

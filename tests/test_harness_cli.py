@@ -18,7 +18,7 @@ import pandas as pd
 import pytest
 
 from command_line import forge_bench
-from forge.harness import cli, environment, records
+from forge.harness import cli, environment, records, run
 from forge.harness.files import locked
 from forge.harness.rows import VARIANTS
 from forge.optim.registry import REGISTRY
@@ -372,7 +372,7 @@ def test_options_do_what_they_say(tmp_path, monkeypatch, capsys):
 
 def test_damaged_published_rows_do_not_hide_what_was_measured(tmp_path, monkeypatch, capsys):
     (tmp_path / "published.csv").write_text("\x00nothing\n")
-    monkeypatch.setattr(cli, "RESULTS", tmp_path)
+    monkeypatch.setattr(run, "RESULTS", tmp_path)
     arguments = "--optimizers adamw-fused --seq 16 --steps 2 --warmup 1 --device cpu --json"
     code = forge_bench(monkeypatch, *arguments.split(), "--out", str(tmp_path / "out"))
     captured = capsys.readouterr()

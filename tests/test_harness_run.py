@@ -15,7 +15,7 @@ import pytest
 
 from forge.harness import records
 from forge.harness.rows import VARIANTS, select_rows
-from forge.harness.runner import load_settings, new_folder
+from forge.harness.settings import load_settings, new_folder
 from forge.optim.registry import REGISTRY
 from tiny_runs import execute, make_run
 

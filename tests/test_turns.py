@@ -6,7 +6,7 @@ import pytest
 
 from command_line import forge_bench
 from forge.harness import records, timing
-from forge.harness.runner import load_settings
+from forge.harness.settings import load_settings
 from forge.harness.turns import BURST, Turns
 
 

@@ -7,7 +7,8 @@ import sys
 
 from forge.harness import environment
 from forge.harness.rows import select_rows
-from forge.harness.runner import Run, Settings, batches_of, save_settings
+from forge.harness.runner import Run
+from forge.harness.settings import Settings, batches_of, save_settings
 
 
 def make_run(folder, rows, worker=None, **changes):
