@@ -95,8 +95,11 @@ import sys
 for name in ("bitsandbytes", "flashoptim", "galore_torch", "apollo_torch", "optimi",
              "lomo_optim", "torchao", "liger_kernel", "triton"):
     sys.modules[name] = None
+import torch
+compiler = "torch._dynamo" in sys.modules
 from forge.optim.registry import REGISTRY
 import forge.harness.cli
 assert len(REGISTRY) > 10
+assert ("torch._dynamo" in sys.modules) == compiler, "as slow to import as all of torch"
 """
     )
