@@ -360,6 +360,8 @@ def _positions(forward: Callable) -> list[str]:
 def forward_with_fused_loss(self: Qwen3ForCausalLM, *args: Any, **kwargs: Any) -> Any:
     """``Qwen3ForCausalLM.forward`` that, given labels in training, returns the loss alone."""
     plain = type(self).forward
+    if is_compiling():
+        return plain(self, *args, **kwargs)
     kwargs |= dict(zip(_positions(plain), args, strict=False))
     if not _is_fusable(self, kwargs):
         return plain(self, **kwargs)
@@ -434,7 +436,6 @@ def _is_fusable(model: Qwen3ForCausalLM, kwargs: dict[str, Any]) -> bool:
     return (
         model.training
         and torch.is_grad_enabled()
-        and not is_compiling()
         and kwargs.get("labels") is not None
         and isinstance(kept, int)
         and kept == 0
