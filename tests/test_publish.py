@@ -39,6 +39,13 @@ def real():
     return leaderboard.load_runs(RESULTS / "runs")[0]
 
 
+@pytest.fixture(scope="module")
+def recorded():
+    """The recorded runs, and what is drawn of them."""
+    board = leaderboard.read(RESULTS / "runs", RESULTS / "published.csv")
+    return board, publish.draw(board)
+
+
 def save(runs: Path, *found) -> None:
     for record in found:
         folder = runs / re.sub(r"\W", "_", record.run_id)
@@ -81,8 +88,8 @@ class Page(HTMLParser):
             self.rows[-1][1][-1] += data.strip()
 
 
-def test_the_recorded_runs(tmp_path):
-    board = leaderboard.read(RESULTS / "runs", RESULTS / "published.csv")
+def test_the_recorded_runs(tmp_path, recorded):
+    board, _ = recorded
     written = publish.publish(board, tmp_path / "a")
     names = {str(path.relative_to(tmp_path / "a")) for path in written}
     assert {"leaderboard.csv", "LEADERBOARD.md", "page/index.html"} < names
@@ -100,10 +107,9 @@ def test_the_recorded_runs(tmp_path):
         assert one.read_bytes() == other.read_bytes(), one
 
 
-def test_what_is_committed_was_published_from_the_recorded_runs():
+def test_what_is_committed_was_published_from_the_recorded_runs(recorded):
     """Drawings depend on the version of matplotlib; the names of all files, and these, do not."""
-    board = leaderboard.read(RESULTS / "runs", RESULTS / "published.csv")
-    figures = publish.draw(board)
+    board, figures = recorded
     hint = "forge-bench publish, forge-bench leaderboard --readme README.md"
     assert (RESULTS / "leaderboard.csv").read_text() == leaderboard.csv_text(board.frame), hint
     text = (RESULTS / "LEADERBOARD.md").read_text()
@@ -122,9 +128,9 @@ def test_what_is_committed_was_published_from_the_recorded_runs():
     assert (RESULTS / "fidelity.csv").read_text() == verdict.text_of(trained)
 
 
-def test_a_number_is_the_same_in_every_table():
+def test_a_number_is_the_same_in_every_table(recorded):
     """5.1148 GiB is 5.115 with four digits, and that 5.12 with three: rounded twice."""
-    board = leaderboard.read(RESULTS / "runs", RESULTS / "published.csv")
+    board, _ = recorded
     frame = board.frame[board.frame["source"] == "measured"]
     named = ["run_id", "method", "states", "kernels", "execution"]
     rows = {tuple(row[name] for name in named): row for row in frame.to_dict("records")}
@@ -136,9 +142,9 @@ def test_a_number_is_the_same_in_every_table():
             assert f"{row[column]:.{places}f}" == f"{getattr(record, column):.{places}f}", column
 
 
-def test_the_page_needs_no_network_and_ranks_no_published_row():
-    board = leaderboard.read(RESULTS / "runs", RESULTS / "published.csv")
-    text = page.render(board, publish.draw(board))
+def test_the_page_needs_no_network_and_ranks_no_published_row(recorded):
+    text = page.render(*recorded)
+    board, _ = recorded
     found = Page(text)
     assert not {"link", "img", "iframe"} & {tag for tag, _ in found.tags}
     assert all("src" not in given for _, given in found.tags)

@@ -117,6 +117,9 @@ def test_rows_apart_store_the_bits_of_one_update(
 ):
     """The whole from the product first, the looked-up rows once more when theirs is known."""
     monkeypatch.setattr(sort_ids, "COUNTED", counted)
+    monkeypatch.setattr(wgrad_auto, "SCRATCH_ELEMENTS", 32 * columns)
+    if device.type == "cpu":  # the interpreter takes as long for a program of few elements
+        monkeypatch.setattr("forge.kernels.apply_rule._ELEMENTS", 2**14)
     ids = repeated_ids(device)
     make = dict(device=device, dtype=dtype)
     tokens = ids.numel() + (slices - 2)  # of the head: fewer or more than are looked up
