@@ -9,6 +9,7 @@ import os
 # of 6: test_train_step.py 1.5 s for 40, test_optimize.py 40 s for 130, test_model_kernels.py 57 s
 # for 82.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
@@ -21,6 +22,13 @@ from forge.kernels import runtime  # noqa: E402
 # Neither the rest of the suite nor the processes it starts should interpret anything.
 os.environ.pop("TRITON_INTERPRET", None)
 runtime.interpret_cpu = False
+
+
+def pytest_configure(config):
+    # Files by name: xdist would begin with those of many tests, which are short, and end with one
+    # worker at the few that take minutes.
+    if hasattr(config.option, "loadscopereorder"):
+        config.option.loadscopereorder = False
 
 
 def pytest_collection_modifyitems(items):
@@ -44,24 +52,22 @@ def _poisoned_and_seeded():
     torch.set_num_threads(threads)
 
 
-def _interpret(monkeypatch):
+@pytest.fixture
+def interpreter(monkeypatch):
+    """Every kernel through Triton's interpreter, where there is no GPU."""
     if not runtime.INTERPRETED:
         pytest.skip("the interpreter is for machines without a GPU")
     monkeypatch.setattr(runtime, "interpret_cpu", True)
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # triton asks again while a kernel runs
-
-
-@pytest.fixture
-def interpreter(monkeypatch):
-    """Every kernel through Triton's interpreter, where there is no GPU."""
-    _interpret(monkeypatch)
+    with np.errstate(divide="ignore"):  # as on a GPU: kernels take the logarithm of 0
+        yield
 
 
 @pytest.fixture(
     params=["reference", "interpreter", pytest.param("cuda", marks=pytest.mark.gpu)],
 )
-def device(request, monkeypatch):
+def device(request):
     """Where kernels run: plain torch, Triton's interpreter, or Triton on a GPU."""
     if request.param == "interpreter":
-        _interpret(monkeypatch)
+        request.getfixturevalue("interpreter")
     return torch.device("cuda" if request.param == "cuda" else "cpu")

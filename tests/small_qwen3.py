@@ -37,6 +37,12 @@ def make(dtype: torch.dtype = torch.float32, tied: bool = True, **changes: Any) 
     return model.to(dtype).train()
 
 
+def recompute(model: Any, settings: dict[str, Any] | None = None) -> None:
+    """Gradient checkpointing, which transformers 5.24 calls activation checkpointing."""
+    name = "activation_checkpointing_enable"
+    getattr(model, name, model.gradient_checkpointing_enable)(settings)
+
+
 def batch(tokens: int = 13, rows: int = 2, seed: int = 1) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, VOCAB, (rows, tokens), generator=generator)

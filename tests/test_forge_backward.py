@@ -93,6 +93,7 @@ def test_disjoint_graphs_in_one_step():
         assert not torch.equal(layer.weight, old)
 
 
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
 def test_create_graph_and_stale_retained_graph_raise():
     ours, _ = pair("cpu")
     optimizer = ForgeAdamW(ours, lr=LR)

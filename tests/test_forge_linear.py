@@ -106,6 +106,7 @@ def test_forward_mode_differentiation():
     torch.testing.assert_close(*tangents)
 
 
+@pytest.mark.filterwarnings("ignore:Initializing zero-element")
 @pytest.mark.parametrize("shape", [(4, 8), (8,), (0, 8)])
 def test_layers_without_elements_follow_torch(shape):
     net = nn.Sequential(nn.Linear(8, 0), nn.Linear(0, 4))

@@ -6,12 +6,14 @@ import sys
 import types
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import forge
+import small_qwen3
 from forge import ForgeAdamW
 from forge.kernels import linear_auto, runtime
 from forge.kernels.linear_auto import Tile, linear_forward, parts_of
@@ -62,22 +64,8 @@ def hopper(interpreter, monkeypatch):
 
 
 def make() -> Any:
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=61,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        tie_word_embeddings=True,
-    )
-    model = Qwen3ForCausalLM(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.uniform_(0.5, 1.5) if parameter.ndim == 1 else parameter.mul_(4.0)
-    return model.train()
+    sizes = dict(vocab_size=61, hidden_size=32, intermediate_size=48, num_attention_heads=4)
+    return small_qwen3.make(**sizes)
 
 
 def trained(steps: int = 2, change: Any = None) -> tuple[list[float], list[torch.Tensor]]:
@@ -100,11 +88,11 @@ QKV, OUT, GATE_UP, DOWN = (128, 32), (32, 64), (96, 32), (32, 48)
 SPLIT = {("dx", QKV), ("y", OUT), ("dx", GATE_UP), ("y", DOWN)}
 
 
-@pytest.fixture
-def plain(monkeypatch):
+@pytest.fixture(scope="module")
+def plain():
     if torch.cuda.is_available():
         pytest.skip("the interpreter is for machines without a GPU")
-    with monkeypatch.context() as patch:
+    with np.errstate(divide="ignore"), pytest.MonkeyPatch.context() as patch:
         patch.setattr(runtime, "interpret_cpu", True)
         patch.setenv("TRITON_INTERPRET", "1")
         return trained()
@@ -154,7 +142,7 @@ def hook_on_an_mlp(model):
 
 
 def checkpointing(model):
-    model.gradient_checkpointing_enable()
+    small_qwen3.recompute(model)
 
 
 seen: list[tuple[torch.Tensor, Any]] = []

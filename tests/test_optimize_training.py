@@ -13,7 +13,7 @@ import forge.qwen3
 from forge import ForgeAdamW, ForgeSGD
 from forge.deferred import AppliedGradient
 from forge.tied import SplitUpdate
-from small_qwen3 import VOCAB, batch, gradients, make, same
+from small_qwen3 import VOCAB, batch, gradients, make, recompute, same
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_frozen_parts_get_no_gradient():
 @pytest.mark.parametrize("optimizer", [None, ForgeAdamW])
 def test_gradient_checkpointing(reentrant, optimizer):
     ours, plain = forge.optimize(make()), make()
-    ours.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    recompute(ours, {"use_reentrant": reentrant})
     if reentrant:
         ours.enable_input_require_grads()
     if optimizer is None:
@@ -163,7 +163,7 @@ def test_gradient_checkpointing(reentrant, optimizer):
 def test_checkpoint_in_the_interpreter(interpreter):
     """The gradient written over gate and up must not meet a recomputation."""
     ours = forge.optimize(make())
-    ours.gradient_checkpointing_enable({"use_reentrant": False})
+    recompute(ours, {"use_reentrant": False})
     same(gradients(ours, **batch(5)), gradients(make(), **batch(5)))
 
 
@@ -250,6 +250,7 @@ def test_weights_changed_before_backward_are_refused():
         loss.backward()
 
 
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
 def test_create_graph_is_refused():
     model = forge.optimize(make())
     with pytest.raises(RuntimeError, match="create_graph"):
