@@ -211,6 +211,7 @@ def test_settings_changed_afterwards_are_followed():
     assert_same(ours[0], plain[0], 1)
 
 
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
 def test_gradients_asked_for_are_formed():
     (ours, optimizer), (plain, _) = pair(padding_idx=3)
     ids = torch.tensor([1, 3, 3, 5, 1])
