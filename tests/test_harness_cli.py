@@ -460,7 +460,7 @@ def test_all_end_to_end(tmp_path):
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=180,  # other tests run beside it
     )
     assert done.returncode == 0, done.stderr
     (folder,) = (tmp_path / "results" / "runs").iterdir()
