@@ -1,0 +1,399 @@
+"""Gradients of causal attention for Hopper and long sequences; formulas are in attention.py.
+
+Five products a block, no score is formed twice. A program has 128 keys of a head and goes through
+the blocks of 64 queries that see them; each of its two warpgroups keeps the gradients of 64 keys
+and of their values. Scores are transposed, [keys, queries]: p and ds then are left operands, read
+from registers. For the gradient of the queries ds goes through shared memory, where both
+warpgroups find that of all 128 keys and each forms half of the columns: a part, which is added up
+in global memory as integers (attention_fixed_point.py), in any order to the same bits.
+
+A warpgroup forms the part of a turn one turn later, so neither waits for the other as long as they
+are less than a turn apart: one multiplies while the other takes exponentials. The scores of the
+next turn are asked for before the parts are added, and the first exponentials find them complete.
+
+Query heads that share keys are gone through one after the other by one program, or are programs of
+their own, which leave parts, fp32, of the gradients of keys and values.
+
+Why nothing waits for ever. ``turns`` is the same for both warpgroups, 1 or more. What belongs to
+turn g lies in slot g % 3 and completes phase g // 3 of that slot's barriers, each by one arrival
+a phase:
+
+- ``x_full`` and ``y_full``: turn g is requested if g < turns, once, with whole boxes, of which what
+  lies outside the tensors is zero: the first three before the warpgroups start, turn g + 2 by
+  warpgroup 0 at the end of its turn g.
+- ``ds_full`` of a warpgroup: at its turn g, when its half of ds is written.
+- ``done`` of a warpgroup: at the end of its turn g, when it has read the slot of the ring and
+  the ds of turn g - 1.
+
+Waits of turn g on the other warpgroup are for ``done`` of turn g - 2 (before ds of g takes the place
+of that of g - 3) and g - 1 (before a slot is filled again, warpgroup 0 only) and for ``ds_full`` of
+turn g - 1: all earlier than g, so that of the two the one behind always goes on. Those for turns
+below 0 are for phase -1, which a new barrier has behind it. A wait by parity must not be two phases
+late: the other one is at most at the end of turn g + 1, for it needs this one's ``ds_full`` of a
+turn before, and turn g + 2 is the first that completes a barrier again that is waited for at g.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from forge.kernels.attention_fixed_point import BITS, CHUNK, MOST, finish, prepare
+from forge.kernels.attention_hopper import BLOCK, described, exp2, head_block, tile
+from forge.kernels.attention_hopper_backward import described_row, row_of, rows_block, store_rows
+from forge.kernels.hopper_ring import barriers, begin, thread_barrier, tma_load, view
+from forge.kernels.runtime import on_device, processors
+
+# Registers a thread: all there are for two warpgroups.
+REGISTERS = gl.constexpr(256)
+STAGES = gl.constexpr(3)  # slots of queries and dout, and of ds
+ROWS = gl.constexpr(3)  # numbers of a query: lse, delta, fineness
+
+
+@gluon.jit
+def _request_turn(
+    g, q, dout, lse, delta, fine, R, L, x_full, y_full, b, h, first, count, turns,
+    H: gl.constexpr, OLD: gl.constexpr, NEW: gl.constexpr,
+):  # fmt: skip
+    """Fill the slot of turn ``g``, if there is one: what is older than the kernel in front, the
+    rest, or both."""
+    if g < turns:
+        D: gl.constexpr = q.block_shape[3]
+        i = g % STAGES
+        h += g // count
+        start = (first + g % count) * BLOCK
+        x = x_full.index(i)
+        y = y_full.index(i)
+        layout: gl.constexpr = q.layout
+        tiles = view(R.index(i), R.dtype, [2, 1, 1, BLOCK, D], layout)
+        bytes: gl.constexpr = BLOCK * D * R.dtype.primitive_bitwidth // 8
+        if OLD:
+            mbarrier.expect(x, bytes + BLOCK * 4)
+            mbarrier.expect(y, bytes + 2 * BLOCK * 4)
+            tma_load(q, [b, h, start, 0], x, tiles.index(0))
+            tma_load(lse, [b * H + h, start], x, L.index(ROWS * i))
+            tma_load(dout, [b, h, start, 0], y, tiles.index(1))
+        if NEW:
+            tma_load(delta, [b * H + h, start], y, L.index(ROWS * i + 1))
+            tma_load(fine, [b * H + h, start], y, L.index(ROWS * i + 2))
+
+
+@gluon.jit
+def _product(a, b, layout: gl.constexpr):
+    """Ask for ``a b^T``, [64, 64], of two tiles."""
+    zero = gl.zeros((BLOCK, BLOCK), dtype=gl.float32, layout=layout)
+    return warpgroup_mma(a, b.permute((1, 0)), zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _queries_part(DS, KV, i, w: gl.constexpr, layout: gl.constexpr):
+    """Ask for ``ds^T k`` of slot ``i``: 64 queries, of D columns the left or right half."""
+    half: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK, BLOCK], KV.dtype)
+    part = gl.zeros((BLOCK, BLOCK), dtype=gl.float32, layout=layout)
+    for n in gl.static_range(2):
+        # A tile of 128 columns lies in memory as two of 64.
+        columns = view(KV.index(n), KV.dtype, [2, BLOCK, BLOCK], half).index(w)
+        ds = DS.index(2 * i + n).permute((1, 0))
+        part = warpgroup_mma(ds, columns, part, use_acc=n > 0, is_async=True)
+    return part
+
+
+@gluon.jit
+def rounded(x):
+    return gl.inline_asm_elementwise(
+        "cvt.rni.s32.f32 $0, $1;", "=r,f", [x], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def _add(ptr, part, fineness):
+    """Add a part to the sum of its queries and columns.
+
+    Two neighbours at a time, as one number of 64 bits, and threads beside each other: 256 bytes of
+    a warp lie together.
+    """
+    x = rounded(part * fineness[:, None])
+    # [warps, rows / 8, rows, columns / 8, columns / 2, 2]: a thread has two rows, 16 columns each.
+    x = x.reshape([4, 2, 8, 8, 4, 2]).permute((0, 2, 4, 1, 3, 5)).reshape([128, 16, 2])
+    low, high = x.split()
+    pairs = (high.to(gl.int64) << 32) + low.to(gl.int64)
+    flat: gl.constexpr = gl.BlockedLayout([1, 16], [32, 1], [4, 1], [1, 0])
+    pairs = gl.convert_layout(pairs, flat, assert_trivial=True)
+    thread = gl.arange(0, 128, layout=gl.SliceLayout(1, flat))
+    number = gl.arange(0, 16, layout=gl.SliceLayout(0, flat))
+    gl.atomic_add(ptr + thread[:, None] + number[None, :] * 128, pairs, sem="relaxed")
+
+
+@gluon.jit
+def _largest(ptr, count):
+    """The largest of so many numbers' bits, none below 0."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    at = gl.arange(0, 128, layout=layout)
+    found = gl.zeros((128,), dtype=gl.int32, layout=layout)
+    for start in range(0, count, 128):
+        found = gl.maximum(found, gl.load(ptr + start + at, mask=start + at < count, other=0))
+    return gl.max(found, axis=0).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def _coarse(sizes_ptr, kv, all_kv, chunks):
+    """What a head's sums are multiplied by, as attention_fixed_point.py has it."""
+    bound = 2 * _largest(sizes_ptr + kv * chunks, chunks)
+    bound *= _largest(sizes_ptr + (all_kv + kv) * chunks, chunks)
+    exponent = bound.to(gl.int32, bitcast=True) >> 23
+    exponent = gl.minimum(BITS + 253 - exponent, MOST + 127)
+    return (exponent << 23).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def _gradients(
+    w: gl.constexpr, q, dout, lse, delta, fine, sizes_ptr, sums_ptr, dk, dv,
+    KV, R, L, DS, kv_full, x_full, y_full, ds_full, done, ended,
+    b, h, kv, all_kv, rank, first, count, turns, blocks, chunks, c, scale,
+    H: gl.constexpr, HEADS: gl.constexpr,
+):  # fmt: skip
+    """Warpgroup ``w``."""
+    dtype: gl.constexpr = R.dtype
+    D: gl.constexpr = q.block_shape[3]
+    scores: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK, 16]
+    )
+    result: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16]
+    )
+    operand: gl.constexpr = gl.DotOperandLayout(0, result, 2)
+    rows: gl.constexpr = gl.SliceLayout(1, scores)
+    columns: gl.constexpr = gl.SliceLayout(0, scores)
+    matrix: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK, D], dtype)
+    key = w * BLOCK + gl.arange(0, BLOCK, layout=rows)
+    query = gl.arange(0, BLOCK, layout=columns)
+    mine: gl.constexpr = w * STAGES  # barriers, and the other one's
+    theirs: gl.constexpr = (1 - w) * STAGES
+
+    coarse = _coarse(sizes_ptr, kv, all_kv, chunks)
+    sum_k = gl.zeros((BLOCK, D), dtype=gl.float32, layout=result)
+    sum_v = gl.zeros((BLOCK, D), dtype=gl.float32, layout=result)
+    fineness = gl.zeros((BLOCK,), dtype=gl.float32, layout=rows)
+    sums_ptr += w * (16 * 128)
+    place = sums_ptr
+    n = 0  # blocks of queries since the head's first
+    mbarrier.wait(kv_full.index(0), 0)
+    mbarrier.wait(x_full.index(0), 0)
+    s = _product(tile(KV.index(w), D), view(R.index(0), dtype, [2, BLOCK, D], matrix).index(0), scores)
+    for g in range(0, turns):
+        i = g % STAGES
+        before = (g + 2) % STAGES
+        after = (g + 1) % STAGES
+        tiles = view(R.index(i), dtype, [2, BLOCK, D], matrix)
+        mbarrier.wait(y_full.index(i), (g // STAGES) & 1)
+        dp = _product(tile(KV.index(2 + w), D), tiles.index(1), scores)
+        s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))
+        p = exp2(s * c - row_of(L, ROWS * i, columns)[None, :])  # 0 from T on: lse is infinite
+        if n <= w:
+            p = gl.where(key[:, None] <= n * BLOCK + query[None, :], p, 0.0)
+        pb = gl.convert_layout(p.to(dtype), operand)
+        sum_v = warpgroup_mma(pb, tiles.index(1), sum_v, is_async=True)
+        dp = warpgroup_mma_wait(num_outstanding=1, deps=(dp,))
+        ds = (p * (dp - row_of(L, ROWS * i + 1, columns)[None, :])).to(dtype)
+        # Of turn g - 2: the ds of g - 3 has been read.
+        mbarrier.wait(done.index(theirs + after), (((g + 1) // STAGES) & 1) ^ 1)
+        DS.index(2 * i + w).store(ds)
+        fence_async_shared()
+        thread_barrier()
+        mbarrier.arrive(ds_full.index(mine + i), count=1)
+        ds = gl.convert_layout(ds, operand)
+        sum_k = warpgroup_mma(ds, tiles.index(0), sum_k, is_async=True)
+        # Of the turn before; in the first one of whatever is there, and not added.
+        mbarrier.wait(ds_full.index(theirs + before), (((g + 2) // STAGES) & 1) ^ 1)
+        part = _queries_part(DS, KV, before, w, scores)
+        if g + 1 < turns:
+            mbarrier.wait(x_full.index(after), ((g + 1) // STAGES) & 1)
+        ahead = view(R.index(after), dtype, [2, BLOCK, D], matrix).index(0)
+        s = _product(tile(KV.index(w), D), ahead, scores)
+        sum_v, sum_k, part, pb, ds = warpgroup_mma_wait(
+            num_outstanding=1, deps=(sum_v, sum_k, part, pb, ds)
+        )
+        fineness_before = fineness
+        fineness = gl.minimum(row_of(L, ROWS * i + 2, rows) * coarse, 2.0**MOST)
+        thread_barrier()
+        mbarrier.arrive(done.index(mine + i), count=1)
+        if g > 0:
+            _add(place, part, fineness_before)
+        place = sums_ptr + ((b * H + h + g // count).to(gl.int64) * blocks + first + n) * (32 * 128)
+        n += 1
+        n = gl.where(n == count, 0, n)
+        if w == 0:
+            if (g > 0) & (g + 2 < turns):
+                mbarrier.wait(done.index(theirs + before), (((g + 2) // STAGES) & 1) ^ 1)
+                _request_turn(
+                    g + 2, q, dout, lse, delta, fine, R, L, x_full, y_full,
+                    b, h, first, count, turns, H, True, True,
+                )  # fmt: skip
+    last = turns - 1
+    mbarrier.wait(ds_full.index(theirs + last % STAGES), (last // STAGES) & 1)
+    part = _queries_part(DS, KV, last % STAGES, w, scores)
+    # Also for the scores of a turn that there is not.
+    s, part = warpgroup_mma_wait(num_outstanding=0, deps=(s, part))
+    _add(place, part, fineness)
+
+    # Nobody reads shared memory any more: the results go there.
+    thread_barrier()
+    mbarrier.arrive(ended.index(w), count=1)
+    mbarrier.wait(ended.index(1 - w), 0)
+    # Of as many bytes as fp32 takes.
+    fit: gl.constexpr = 32 // dk.dtype.primitive_bitwidth
+    flat: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK, D], dk.dtype)
+    r = 2 * rank + w
+    staged = view(R.index(w), dk.dtype, [fit, BLOCK, D], flat)
+    store_rows(dv, sum_v, staged, b, r, h // HEADS, D)
+    pair: gl.constexpr = gl.NVMMASharedLayout.get_default_for([2 * BLOCK, D], dtype)
+    staged = view(view(KV, dtype, [2, 2 * BLOCK, D], pair).index(w), dk.dtype, [fit, BLOCK, D], flat)
+    store_rows(dk, sum_k * scale, staged, b, r, h // HEADS, D)
+    tma.store_wait(pendings=0)
+
+
+@gluon.jit(do_not_specialize=["B", "T"])
+def _attention_bwd_long_kernel(
+    q,  # descriptors: boxes [1, 1, 64, D] of [B, heads, T, D]
+    k,
+    v,
+    dout,
+    lse,  # boxes [1, 64] of fp32 [B * H, pitch]
+    delta,
+    fine,
+    sizes_ptr,  # int32 [2, B * K, pitch / 32]
+    sums_ptr,  # int64 [B * H, pitch / 64, 2, 16, 128]
+    dk,  # boxes [1, 64, 1, D] of [B, T, H / HEADS, D]
+    dv,
+    B,
+    T,
+    c,
+    scale,
+    H: gl.constexpr,
+    GROUP: gl.constexpr,
+    HEADS: gl.constexpr,
+):
+    """Grid: blocks of 128 keys times B * H / HEADS, those that most queries see first."""
+    D: gl.constexpr = q.block_shape[3]
+    programs: gl.constexpr = H // HEADS
+    rank = gl.program_id(0) // (B * programs)
+    at = gl.program_id(0) - rank * (B * programs)
+    b = at // programs
+    h = (at - b * programs) * HEADS
+    kv = h // GROUP
+    blocks = (T + BLOCK - 1) // BLOCK
+    first = 2 * rank
+    count = blocks - first
+    turns = HEADS * count
+    KV = gl.allocate_shared_memory(q.dtype, [4] + q.block_shape, q.layout)
+    matrix: gl.constexpr = gl.NVMMASharedLayout.get_default_for([2 * BLOCK, D], q.dtype)
+    R = gl.allocate_shared_memory(q.dtype, [STAGES, 2 * BLOCK, D], matrix)
+    L = gl.allocate_shared_memory(gl.float32, [ROWS * STAGES] + lse.block_shape, lse.layout)
+    square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK, BLOCK], q.dtype)
+    DS = gl.allocate_shared_memory(q.dtype, [2 * STAGES, BLOCK, BLOCK], square)
+    kv_full = barriers(1)
+    x_full = barriers(STAGES)
+    y_full = barriers(STAGES)
+    ds_full = barriers(2 * STAGES)  # of either warpgroup
+    done = barriers(2 * STAGES)
+    ended = barriers(2)
+    mbarrier.expect(kv_full.index(0), 4 * BLOCK * D * q.dtype.primitive_bitwidth // 8)
+    for n in gl.static_range(2):
+        tma_load(k, [b, kv, (first + n) * BLOCK, 0], kv_full.index(0), KV.index(n))
+        tma_load(v, [b, kv, (first + n) * BLOCK, 0], kv_full.index(0), KV.index(2 + n))
+    for g in gl.static_range(STAGES):
+        _request_turn(
+            g, q, dout, lse, delta, fine, R, L, x_full, y_full,
+            b, h, first, count, turns, H, True, False,
+        )  # fmt: skip
+    begin(0)
+    for g in gl.static_range(STAGES):
+        _request_turn(
+            g, q, dout, lse, delta, fine, R, L, x_full, y_full,
+            b, h, first, count, turns, H, False, True,
+        )  # fmt: skip
+    all_kv = B * (H // GROUP)
+    kv += b * (H // GROUP)
+    gl.warp_specialize(
+        [
+            (_gradients, (
+                0, q, dout, lse, delta, fine, sizes_ptr, sums_ptr, dk, dv,
+                KV, R, L, DS, kv_full, x_full, y_full, ds_full, done, ended,
+                b, h, kv, all_kv, rank, first, count, turns, blocks, 2 * blocks, c, scale, H, HEADS,
+            )),
+            (_gradients, (
+                1, q, dout, lse, delta, fine, sizes_ptr, sums_ptr, dk, dv,
+                KV, R, L, DS, kv_full, x_full, y_full, ds_full, done, ended,
+                b, h, kv, all_kv, rank, first, count, turns, blocks, 2 * blocks, c, scale, H, HEADS,
+            )),
+        ],
+        [4],
+        [REGISTERS],
+    )  # fmt: skip
+
+
+def whole_groups(q: Tensor, k: Tensor) -> bool:
+    """Whether a program goes through all query heads that share its keys.
+
+    It then leaves whole gradients of them. Where the longest program would take more than its share
+    of all work, each head has programs of its own, which leave parts.
+    """
+    batch, heads, tokens, _ = q.shape
+    blocks, group = -(-tokens // BLOCK.value), heads // k.shape[1]
+    work = batch * heads * (blocks + 1) ** 2 / 4
+    return group * blocks <= 1.1 * work / processors(q)
+
+
+def attention_backward_long(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+) -> None:
+    """Write ``dq`` [B, T, H, D] and ``dk`` and ``dv`` [B, T, K or H, D], with H of each query head.
+
+    Args:
+        dout, q, out: [B, H, T, D], k, v [B, K, T, D], bf16 or fp16 on a Hopper GPU, D 128, none
+            empty, as ``loadable`` returns them.
+        lse: fp32 [B * H, T rounded up to 64].
+        dk, dv: fp32 if they are parts, of the dtype of q otherwise.
+    """
+    batch, heads, tokens, size = q.shape
+    parts, kv_heads = dk.shape[2], k.shape[1]
+    with on_device(q):
+        delta, fine, sizes, sums = prepare(dout, out, k, v, lse)
+        _attention_bwd_long_kernel[(-(-tokens // (2 * BLOCK.value)) * batch * parts,)](
+            *(described(t, head_block(size)) for t in (q, k, v, dout)),
+            *map(described_row, (lse, delta, fine)),
+            sizes,
+            sums,
+            *(described(t, rows_block(size)) for t in (dk, dv)),
+            batch,
+            tokens,
+            scale * math.log2(math.e),
+            scale,
+            H=heads,
+            GROUP=heads // kv_heads,
+            HEADS=heads // parts,
+            num_warps=4,
+            maxnreg=REGISTERS.value,
+            launch_pdl=True,
+        )
+        finish(sums, fine, sizes, scale, dq)
