@@ -46,6 +46,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
     warpgroup_mma,
+    warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 
@@ -58,12 +59,12 @@ from forge.kernels.runtime import on_device, processors
 # Registers a thread: all there are for two warpgroups.
 REGISTERS = gl.constexpr(256)
 STAGES = gl.constexpr(3)  # slots of queries and dout, and of ds
-ROWS = gl.constexpr(3)  # numbers of a query: lse, delta, fineness
+ROWS = gl.constexpr(2)  # numbers of a query: lse and delta
 
 
 @gluon.jit
 def _request_turn(
-    g, q, dout, lse, delta, fine, R, L, x_full, y_full, b, h, first, count, turns,
+    g, q, dout, lse, delta, R, L, x_full, y_full, b, h, first, count, turns,
     H: gl.constexpr, OLD: gl.constexpr, NEW: gl.constexpr,
 ):  # fmt: skip
     """Fill the slot of turn ``g``, if there is one: what is older than the kernel in front, the
@@ -80,13 +81,12 @@ def _request_turn(
         bytes: gl.constexpr = BLOCK * D * R.dtype.primitive_bitwidth // 8
         if OLD:
             mbarrier.expect(x, bytes + BLOCK * 4)
-            mbarrier.expect(y, bytes + 2 * BLOCK * 4)
+            mbarrier.expect(y, bytes + BLOCK * 4)
             tma_load(q, [b, h, start, 0], x, tiles.index(0))
             tma_load(lse, [b * H + h, start], x, L.index(ROWS * i))
             tma_load(dout, [b, h, start, 0], y, tiles.index(1))
         if NEW:
             tma_load(delta, [b * H + h, start], y, L.index(ROWS * i + 1))
-            tma_load(fine, [b * H + h, start], y, L.index(ROWS * i + 2))
 
 
 @gluon.jit
@@ -158,7 +158,7 @@ def _coarse(sizes_ptr, kv, all_kv, chunks):
 
 @gluon.jit
 def _gradients(
-    w: gl.constexpr, q, dout, lse, delta, fine, sizes_ptr, sums_ptr, dk, dv,
+    w: gl.constexpr, q, dout, lse, delta, fine_ptr, sizes_ptr, sums_ptr, dk, dv,
     KV, R, L, DS, kv_full, x_full, y_full, ds_full, done, ended,
     b, h, kv, all_kv, rank, first, count, turns, blocks, chunks, c, scale,
     H: gl.constexpr, HEADS: gl.constexpr,
@@ -176,27 +176,59 @@ def _gradients(
     rows: gl.constexpr = gl.SliceLayout(1, scores)
     columns: gl.constexpr = gl.SliceLayout(0, scores)
     matrix: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK, D], dtype)
-    key = w * BLOCK + gl.arange(0, BLOCK, layout=rows)
+    row = gl.arange(0, BLOCK, layout=rows)
+    key = w * BLOCK + row
     query = gl.arange(0, BLOCK, layout=columns)
     mine: gl.constexpr = w * STAGES  # barriers, and the other one's
     theirs: gl.constexpr = (1 - w) * STAGES
 
+    sums_ptr += w * (16 * 128)
     coarse = _coarse(sizes_ptr, kv, all_kv, chunks)
     sum_k = gl.zeros((BLOCK, D), dtype=gl.float32, layout=result)
-    sum_v = gl.zeros((BLOCK, D), dtype=gl.float32, layout=result)
-    fineness = gl.zeros((BLOCK,), dtype=gl.float32, layout=rows)
-    sums_ptr += w * (16 * 128)
-    place = sums_ptr
-    n = 0  # blocks of queries since the head's first
+    sum_v = warpgroup_mma_init(gl.zeros((BLOCK, D), dtype=gl.float32, layout=result))
+    pb = gl.zeros((BLOCK, BLOCK), dtype=dtype, layout=operand)
+    ds = gl.zeros((BLOCK, BLOCK), dtype=dtype, layout=operand)
+    n = 0  # blocks of queries since the head's first, of this turn
+    late = (b * H + h) * blocks + first  # number of the block whose part is added next
+    late_n = 0
+    i = 0  # slots of this turn and the one before
+    before = 0
+    parity = 0
     mbarrier.wait(kv_full.index(0), 0)
     mbarrier.wait(x_full.index(0), 0)
-    s = _product(tile(KV.index(w), D), view(R.index(0), dtype, [2, BLOCK, D], matrix).index(0), scores)
     for g in range(0, turns):
-        i = g % STAGES
-        before = (g + 2) % STAGES
-        after = (g + 1) % STAGES
+        two_before = gl.where(i == STAGES - 1, 0, i + 1)
+        parity_before = parity ^ (i < STAGES - 1).to(gl.int32)
+        # Of the turn before, at first zero.
+        q_tile = view(R.index(before), dtype, [2, BLOCK, D], matrix).index(0)
+        sum_k = warpgroup_mma(ds, q_tile, sum_k, is_async=True)
+        mbarrier.wait(ds_full.index(theirs + two_before), parity_before)
+        # Of turn g - 2, at first of whatever is there, and not added.
+        part = _queries_part(DS, KV, two_before, w, scores)
+        fineness = gl.load(fine_ptr + late * BLOCK + row)
+        mbarrier.wait(x_full.index(i), parity)
         tiles = view(R.index(i), dtype, [2, BLOCK, D], matrix)
-        mbarrier.wait(y_full.index(i), (g // STAGES) & 1)
+        s = _product(tile(KV.index(w), D), tiles.index(0), scores)
+        sum_v, sum_k, part, pb, ds = warpgroup_mma_wait(
+            num_outstanding=1, deps=(sum_v, sum_k, part, pb, ds)
+        )
+        thread_barrier()
+        mbarrier.arrive(done.index(mine + before), count=1, pred=g > 0)
+        if g > 1:
+            _add(sums_ptr + late.to(gl.int64) * (32 * 128), part, gl.minimum(fineness * coarse, 2.0**MOST))
+            late += 1
+            late_n += 1
+            if late_n == count:
+                late_n = 0
+                late += blocks - count
+            if w == 0:
+                if g + 1 < turns:
+                    mbarrier.wait(done.index(theirs + two_before), parity_before)
+                    _request_turn(
+                        g + 1, q, dout, lse, delta, R, L, x_full, y_full,
+                        b, h, first, count, turns, H, True, True,
+                    )  # fmt: skip
+        mbarrier.wait(y_full.index(i), parity)
         dp = _product(tile(KV.index(2 + w), D), tiles.index(1), scores)
         s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))
         p = exp2(s * c - row_of(L, ROWS * i, columns)[None, :])  # 0 from T on: lse is infinite
@@ -206,46 +238,33 @@ def _gradients(
         sum_v = warpgroup_mma(pb, tiles.index(1), sum_v, is_async=True)
         dp = warpgroup_mma_wait(num_outstanding=1, deps=(dp,))
         ds = (p * (dp - row_of(L, ROWS * i + 1, columns)[None, :])).to(dtype)
-        # Of turn g - 2: the ds of g - 3 has been read.
-        mbarrier.wait(done.index(theirs + after), (((g + 1) // STAGES) & 1) ^ 1)
+        # The ds of turn g - 3 has been read.
+        mbarrier.wait(done.index(theirs + two_before), parity_before)
         DS.index(2 * i + w).store(ds)
+        ds = gl.convert_layout(ds, operand)
         fence_async_shared()
         thread_barrier()
         mbarrier.arrive(ds_full.index(mine + i), count=1)
-        ds = gl.convert_layout(ds, operand)
-        sum_k = warpgroup_mma(ds, tiles.index(0), sum_k, is_async=True)
-        # Of the turn before; in the first one of whatever is there, and not added.
-        mbarrier.wait(ds_full.index(theirs + before), (((g + 2) // STAGES) & 1) ^ 1)
-        part = _queries_part(DS, KV, before, w, scores)
-        if g + 1 < turns:
-            mbarrier.wait(x_full.index(after), ((g + 1) // STAGES) & 1)
-        ahead = view(R.index(after), dtype, [2, BLOCK, D], matrix).index(0)
-        s = _product(tile(KV.index(w), D), ahead, scores)
-        sum_v, sum_k, part, pb, ds = warpgroup_mma_wait(
-            num_outstanding=1, deps=(sum_v, sum_k, part, pb, ds)
-        )
-        fineness_before = fineness
-        fineness = gl.minimum(row_of(L, ROWS * i + 2, rows) * coarse, 2.0**MOST)
-        thread_barrier()
-        mbarrier.arrive(done.index(mine + i), count=1)
-        if g > 0:
-            _add(place, part, fineness_before)
-        place = sums_ptr + ((b * H + h + g // count).to(gl.int64) * blocks + first + n) * (32 * 128)
-        n += 1
-        n = gl.where(n == count, 0, n)
-        if w == 0:
-            if (g > 0) & (g + 2 < turns):
-                mbarrier.wait(done.index(theirs + before), (((g + 2) // STAGES) & 1) ^ 1)
-                _request_turn(
-                    g + 2, q, dout, lse, delta, fine, R, L, x_full, y_full,
-                    b, h, first, count, turns, H, True, True,
-                )  # fmt: skip
-    last = turns - 1
-    mbarrier.wait(ds_full.index(theirs + last % STAGES), (last // STAGES) & 1)
-    part = _queries_part(DS, KV, last % STAGES, w, scores)
-    # Also for the scores of a turn that there is not.
-    s, part = warpgroup_mma_wait(num_outstanding=0, deps=(s, part))
-    _add(place, part, fineness)
+        n = gl.where(n == count - 1, 0, n + 1)
+        before = i
+        i = two_before
+        parity ^= (i == 0).to(gl.int32)
+    two_before = gl.where(i == STAGES - 1, 0, i + 1)
+    sum_k = warpgroup_mma(ds, view(R.index(before), dtype, [2, BLOCK, D], matrix).index(0), sum_k, is_async=True)
+    mbarrier.wait(ds_full.index(theirs + two_before), parity ^ (i < STAGES - 1).to(gl.int32))
+    part = _queries_part(DS, KV, two_before, w, scores)
+    sum_v, sum_k, part, pb, ds = warpgroup_mma_wait(
+        num_outstanding=0, deps=(sum_v, sum_k, part, pb, ds)
+    )
+    if turns > 1:
+        _add(sums_ptr + late.to(gl.int64) * (32 * 128), part, gl.minimum(gl.load(fine_ptr + late * BLOCK + row) * coarse, 2.0**MOST))
+        late += 1
+        if late_n == count - 1:
+            late += blocks - count
+    mbarrier.wait(ds_full.index(theirs + before), parity ^ (i == 0).to(gl.int32))
+    part = _queries_part(DS, KV, before, w, scores)
+    part = warpgroup_mma_wait(num_outstanding=0, deps=(part,))
+    _add(sums_ptr + late.to(gl.int64) * (32 * 128), part, gl.minimum(gl.load(fine_ptr + late * BLOCK + row) * coarse, 2.0**MOST))
 
     # Nobody reads shared memory any more: the results go there.
     thread_barrier()
@@ -271,7 +290,7 @@ def _attention_bwd_long_kernel(
     dout,
     lse,  # boxes [1, 64] of fp32 [B * H, pitch]
     delta,
-    fine,
+    fine_ptr,  # fp32 [B * H, pitch]
     sizes_ptr,  # int32 [2, B * K, pitch / 32]
     sums_ptr,  # int64 [B * H, pitch / 64, 2, 16, 128]
     dk,  # boxes [1, 64, 1, D] of [B, T, H / HEADS, D]
@@ -314,13 +333,13 @@ def _attention_bwd_long_kernel(
         tma_load(v, [b, kv, (first + n) * BLOCK, 0], kv_full.index(0), KV.index(2 + n))
     for g in gl.static_range(STAGES):
         _request_turn(
-            g, q, dout, lse, delta, fine, R, L, x_full, y_full,
+            g, q, dout, lse, delta, R, L, x_full, y_full,
             b, h, first, count, turns, H, True, False,
         )  # fmt: skip
     begin(0)
     for g in gl.static_range(STAGES):
         _request_turn(
-            g, q, dout, lse, delta, fine, R, L, x_full, y_full,
+            g, q, dout, lse, delta, R, L, x_full, y_full,
             b, h, first, count, turns, H, False, True,
         )  # fmt: skip
     all_kv = B * (H // GROUP)
@@ -328,12 +347,12 @@ def _attention_bwd_long_kernel(
     gl.warp_specialize(
         [
             (_gradients, (
-                0, q, dout, lse, delta, fine, sizes_ptr, sums_ptr, dk, dv,
+                0, q, dout, lse, delta, fine_ptr, sizes_ptr, sums_ptr, dk, dv,
                 KV, R, L, DS, kv_full, x_full, y_full, ds_full, done, ended,
                 b, h, kv, all_kv, rank, first, count, turns, blocks, 2 * blocks, c, scale, H, HEADS,
             )),
             (_gradients, (
-                1, q, dout, lse, delta, fine, sizes_ptr, sums_ptr, dk, dv,
+                1, q, dout, lse, delta, fine_ptr, sizes_ptr, sums_ptr, dk, dv,
                 KV, R, L, DS, kv_full, x_full, y_full, ds_full, done, ended,
                 b, h, kv, all_kv, rank, first, count, turns, blocks, 2 * blocks, c, scale, H, HEADS,
             )),
@@ -381,7 +400,9 @@ def attention_backward_long(
         delta, fine, sizes, sums = prepare(dout, out, k, v, lse)
         _attention_bwd_long_kernel[(-(-tokens // (2 * BLOCK.value)) * batch * parts,)](
             *(described(t, head_block(size)) for t in (q, k, v, dout)),
-            *map(described_row, (lse, delta, fine)),
+            described_row(lse),
+            described_row(delta),
+            fine,
             sizes,
             sums,
             *(described(t, rows_block(size)) for t in (dk, dv)),
