@@ -64,29 +64,25 @@ ROWS = gl.constexpr(2)  # numbers of a query: lse and delta
 
 @gluon.jit
 def _request_turn(
-    g, q, dout, lse, delta, R, L, x_full, y_full, b, h, first, count, turns,
+    i, h, block, q, dout, lse, delta, R, L, x_full, y_full, b,
     H: gl.constexpr, OLD: gl.constexpr, NEW: gl.constexpr,
 ):  # fmt: skip
-    """Fill the slot of turn ``g``, if there is one: what is older than the kernel in front, the
-    rest, or both."""
-    if g < turns:
-        D: gl.constexpr = q.block_shape[3]
-        i = g % STAGES
-        h += g // count
-        start = (first + g % count) * BLOCK
-        x = x_full.index(i)
-        y = y_full.index(i)
-        layout: gl.constexpr = q.layout
-        tiles = view(R.index(i), R.dtype, [2, 1, 1, BLOCK, D], layout)
-        bytes: gl.constexpr = BLOCK * D * R.dtype.primitive_bitwidth // 8
-        if OLD:
-            mbarrier.expect(x, bytes + BLOCK * 4)
-            mbarrier.expect(y, bytes + BLOCK * 4)
-            tma_load(q, [b, h, start, 0], x, tiles.index(0))
-            tma_load(lse, [b * H + h, start], x, L.index(ROWS * i))
-            tma_load(dout, [b, h, start, 0], y, tiles.index(1))
-        if NEW:
-            tma_load(delta, [b * H + h, start], y, L.index(ROWS * i + 1))
+    """Fill slot ``i``: what is older than the kernel in front, the rest, or both."""
+    D: gl.constexpr = q.block_shape[3]
+    start = block * BLOCK
+    x = x_full.index(i)
+    y = y_full.index(i)
+    layout: gl.constexpr = q.layout
+    tiles = view(R.index(i), R.dtype, [2, 1, 1, BLOCK, D], layout)
+    bytes: gl.constexpr = BLOCK * D * R.dtype.primitive_bitwidth // 8
+    if OLD:
+        mbarrier.expect(x, bytes + BLOCK * 4)
+        mbarrier.expect(y, bytes + BLOCK * 4)
+        tma_load(q, [b, h, start, 0], x, tiles.index(0))
+        tma_load(lse, [b * H + h, start], x, L.index(ROWS * i))
+        tma_load(dout, [b, h, start, 0], y, tiles.index(1))
+    if NEW:
+        tma_load(delta, [b * H + h, start], y, L.index(ROWS * i + 1))
 
 
 @gluon.jit
@@ -159,7 +155,7 @@ def _coarse(sizes_ptr, kv, all_kv, chunks):
 @gluon.jit
 def _gradients(
     w: gl.constexpr, q, dout, lse, delta, fine_ptr, sizes_ptr, sums_ptr, dk, dv,
-    KV, R, L, DS, kv_full, x_full, y_full, ds_full, done, ended,
+    KV, R, L, DS, kv_full, x_full, y_full, ds_written, ds_theirs, done, done_theirs, ended,
     b, h, kv, all_kv, rank, first, count, turns, blocks, chunks, c, scale,
     H: gl.constexpr, HEADS: gl.constexpr,
 ):  # fmt: skip
@@ -179,8 +175,6 @@ def _gradients(
     row = gl.arange(0, BLOCK, layout=rows)
     key = w * BLOCK + row
     query = gl.arange(0, BLOCK, layout=columns)
-    mine: gl.constexpr = w * STAGES  # barriers, and the other one's
-    theirs: gl.constexpr = (1 - w) * STAGES
 
     sums_ptr += w * (16 * 128)
     coarse = _coarse(sizes_ptr, kv, all_kv, chunks)
@@ -191,6 +185,8 @@ def _gradients(
     n = 0  # blocks of queries since the head's first, of this turn
     late = (b * H + h) * blocks + first  # number of the block whose part is added next
     late_n = 0
+    ahead_h = h + STAGES // count  # of the turn requested next
+    ahead = first + STAGES % count
     i = 0  # slots of this turn and the one before
     before = 0
     parity = 0
@@ -202,7 +198,7 @@ def _gradients(
         # Of the turn before, at first zero.
         q_tile = view(R.index(before), dtype, [2, BLOCK, D], matrix).index(0)
         sum_k = warpgroup_mma(ds, q_tile, sum_k, is_async=True)
-        mbarrier.wait(ds_full.index(theirs + two_before), parity_before)
+        mbarrier.wait(ds_theirs.index(two_before), parity_before)
         # Of turn g - 2, at first of whatever is there, and not added.
         part = _queries_part(DS, KV, two_before, w, scores)
         fineness = gl.load(fine_ptr + late * BLOCK + row)
@@ -213,7 +209,7 @@ def _gradients(
             num_outstanding=1, deps=(sum_v, sum_k, part, pb, ds)
         )
         thread_barrier()
-        mbarrier.arrive(done.index(mine + before), count=1, pred=g > 0)
+        mbarrier.arrive(done.index(before), count=1, pred=g > 0)
         if g > 1:
             _add(sums_ptr + late.to(gl.int64) * (32 * 128), part, gl.minimum(fineness * coarse, 2.0**MOST))
             late += 1
@@ -223,11 +219,15 @@ def _gradients(
                 late += blocks - count
             if w == 0:
                 if g + 1 < turns:
-                    mbarrier.wait(done.index(theirs + two_before), parity_before)
+                    mbarrier.wait(done_theirs.index(two_before), parity_before)
                     _request_turn(
-                        g + 1, q, dout, lse, delta, R, L, x_full, y_full,
-                        b, h, first, count, turns, H, True, True,
+                        two_before, ahead_h, ahead, q, dout, lse, delta, R, L, x_full, y_full,
+                        b, H, True, True,
                     )  # fmt: skip
+                    ahead += 1
+                    if ahead == blocks:
+                        ahead = first
+                        ahead_h += 1
         mbarrier.wait(y_full.index(i), parity)
         dp = _product(tile(KV.index(2 + w), D), tiles.index(1), scores)
         s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))
@@ -239,19 +239,19 @@ def _gradients(
         dp = warpgroup_mma_wait(num_outstanding=1, deps=(dp,))
         ds = (p * (dp - row_of(L, ROWS * i + 1, columns)[None, :])).to(dtype)
         # The ds of turn g - 3 has been read.
-        mbarrier.wait(done.index(theirs + two_before), parity_before)
+        mbarrier.wait(done_theirs.index(two_before), parity_before)
         DS.index(2 * i + w).store(ds)
         ds = gl.convert_layout(ds, operand)
         fence_async_shared()
         thread_barrier()
-        mbarrier.arrive(ds_full.index(mine + i), count=1)
+        mbarrier.arrive(ds_written.index(i), count=1)
         n = gl.where(n == count - 1, 0, n + 1)
         before = i
         i = two_before
         parity ^= (i == 0).to(gl.int32)
     two_before = gl.where(i == STAGES - 1, 0, i + 1)
     sum_k = warpgroup_mma(ds, view(R.index(before), dtype, [2, BLOCK, D], matrix).index(0), sum_k, is_async=True)
-    mbarrier.wait(ds_full.index(theirs + two_before), parity ^ (i < STAGES - 1).to(gl.int32))
+    mbarrier.wait(ds_theirs.index(two_before), parity ^ (i < STAGES - 1).to(gl.int32))
     part = _queries_part(DS, KV, two_before, w, scores)
     sum_v, sum_k, part, pb, ds = warpgroup_mma_wait(
         num_outstanding=0, deps=(sum_v, sum_k, part, pb, ds)
@@ -261,7 +261,7 @@ def _gradients(
         late += 1
         if late_n == count - 1:
             late += blocks - count
-    mbarrier.wait(ds_full.index(theirs + before), parity ^ (i == 0).to(gl.int32))
+    mbarrier.wait(ds_theirs.index(before), parity ^ (i == 0).to(gl.int32))
     part = _queries_part(DS, KV, before, w, scores)
     part = warpgroup_mma_wait(num_outstanding=0, deps=(part,))
     _add(sums_ptr + late.to(gl.int64) * (32 * 128), part, gl.minimum(gl.load(fine_ptr + late * BLOCK + row) * coarse, 2.0**MOST))
@@ -324,36 +324,38 @@ def _attention_bwd_long_kernel(
     kv_full = barriers(1)
     x_full = barriers(STAGES)
     y_full = barriers(STAGES)
-    ds_full = barriers(2 * STAGES)  # of either warpgroup
-    done = barriers(2 * STAGES)
+    ds_full0, done0 = barriers(STAGES), barriers(STAGES)  # of either warpgroup
+    ds_full1, done1 = barriers(STAGES), barriers(STAGES)
     ended = barriers(2)
     mbarrier.expect(kv_full.index(0), 4 * BLOCK * D * q.dtype.primitive_bitwidth // 8)
     for n in gl.static_range(2):
         tma_load(k, [b, kv, (first + n) * BLOCK, 0], kv_full.index(0), KV.index(n))
         tma_load(v, [b, kv, (first + n) * BLOCK, 0], kv_full.index(0), KV.index(2 + n))
     for g in gl.static_range(STAGES):
-        _request_turn(
-            g, q, dout, lse, delta, R, L, x_full, y_full,
-            b, h, first, count, turns, H, True, False,
-        )  # fmt: skip
+        if g < turns:
+            _request_turn(
+                g, h + g // count, first + g % count, q, dout, lse, delta, R, L, x_full, y_full,
+                b, H, True, False,
+            )  # fmt: skip
     begin(0)
     for g in gl.static_range(STAGES):
-        _request_turn(
-            g, q, dout, lse, delta, R, L, x_full, y_full,
-            b, h, first, count, turns, H, False, True,
-        )  # fmt: skip
+        if g < turns:
+            _request_turn(
+                g, h + g // count, first + g % count, q, dout, lse, delta, R, L, x_full, y_full,
+                b, H, False, True,
+            )  # fmt: skip
     all_kv = B * (H // GROUP)
     kv += b * (H // GROUP)
     gl.warp_specialize(
         [
             (_gradients, (
                 0, q, dout, lse, delta, fine_ptr, sizes_ptr, sums_ptr, dk, dv,
-                KV, R, L, DS, kv_full, x_full, y_full, ds_full, done, ended,
+                KV, R, L, DS, kv_full, x_full, y_full, ds_full0, ds_full1, done0, done1, ended,
                 b, h, kv, all_kv, rank, first, count, turns, blocks, 2 * blocks, c, scale, H, HEADS,
             )),
             (_gradients, (
                 1, q, dout, lse, delta, fine_ptr, sizes_ptr, sums_ptr, dk, dv,
-                KV, R, L, DS, kv_full, x_full, y_full, ds_full, done, ended,
+                KV, R, L, DS, kv_full, x_full, y_full, ds_full1, ds_full0, done1, done0, ended,
                 b, h, kv, all_kv, rank, first, count, turns, blocks, 2 * blocks, c, scale, H, HEADS,
             )),
         ],
