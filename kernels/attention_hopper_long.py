@@ -179,8 +179,7 @@ def _gradients(
     sums_ptr += w * (16 * 128)
     coarse = _coarse(sizes_ptr, kv, all_kv, chunks)
     sum_k = gl.zeros((BLOCK, D), dtype=gl.float32, layout=result)
-    sum_v = warpgroup_mma_init(gl.zeros((BLOCK, D), dtype=gl.float32, layout=result))
-    pb = gl.zeros((BLOCK, BLOCK), dtype=dtype, layout=operand)
+    sum_v = gl.zeros((BLOCK, D), dtype=gl.float32, layout=result)
     ds = gl.zeros((BLOCK, BLOCK), dtype=dtype, layout=operand)
     n = 0  # blocks of queries since the head's first, of this turn
     late = (b * H + h) * blocks + first  # number of the block whose part is added next
@@ -205,8 +204,8 @@ def _gradients(
         mbarrier.wait(x_full.index(i), parity)
         tiles = view(R.index(i), dtype, [2, BLOCK, D], matrix)
         s = _product(tile(KV.index(w), D), tiles.index(0), scores)
-        sum_v, sum_k, part, pb, ds = warpgroup_mma_wait(
-            num_outstanding=1, deps=(sum_v, sum_k, part, pb, ds)
+        sum_k, part, ds = warpgroup_mma_wait(
+            num_outstanding=1, deps=(sum_k, part, ds)
         )
         thread_barrier()
         mbarrier.arrive(done.index(before), count=1, pred=g > 0)
@@ -245,6 +244,7 @@ def _gradients(
         fence_async_shared()
         thread_barrier()
         mbarrier.arrive(ds_written.index(i), count=1)
+        sum_v, pb = warpgroup_mma_wait(num_outstanding=0, deps=(sum_v, pb))
         n = gl.where(n == count - 1, 0, n + 1)
         before = i
         i = two_before
@@ -253,8 +253,8 @@ def _gradients(
     sum_k = warpgroup_mma(ds, view(R.index(before), dtype, [2, BLOCK, D], matrix).index(0), sum_k, is_async=True)
     mbarrier.wait(ds_theirs.index(two_before), parity ^ (i < STAGES - 1).to(gl.int32))
     part = _queries_part(DS, KV, two_before, w, scores)
-    sum_v, sum_k, part, pb, ds = warpgroup_mma_wait(
-        num_outstanding=0, deps=(sum_v, sum_k, part, pb, ds)
+    sum_k, part, ds = warpgroup_mma_wait(
+        num_outstanding=0, deps=(sum_k, part, ds)
     )
     if turns > 1:
         _add(sums_ptr + late.to(gl.int64) * (32 * 128), part, gl.minimum(gl.load(fine_ptr + late * BLOCK + row) * coarse, 2.0**MOST))
