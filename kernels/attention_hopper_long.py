@@ -63,13 +63,30 @@ ROWS = gl.constexpr(2)  # numbers of a query: lse and delta
 
 
 @gluon.jit
+def _head(g, magic, HEADS: gl.constexpr):
+    """Which of a program's heads turn ``g`` is of: g / count, without a division."""
+    if HEADS == 1:
+        return g * 0
+    else:
+        return gl.umulhi(2 * g.to(gl.uint32), magic).to(gl.int32)
+
+
+@gluon.jit
+def _number(g, block, blocks, count, magic, HEADS: gl.constexpr):
+    """The number of the block of queries of turn ``g`` among those of all heads."""
+    return block + g + _head(g, magic, HEADS) * (blocks - count)
+
+
+@gluon.jit
 def _request_turn(
-    i, h, block, q, dout, lse, delta, R, L, x_full, y_full, b,
-    H: gl.constexpr, OLD: gl.constexpr, NEW: gl.constexpr,
+    i, g, q, dout, lse, delta, R, L, x_full, y_full, b, h, first, count, magic,
+    H: gl.constexpr, HEADS: gl.constexpr, OLD: gl.constexpr, NEW: gl.constexpr,
 ):  # fmt: skip
-    """Fill slot ``i``: what is older than the kernel in front, the rest, or both."""
+    """Fill the slot of turn ``g``: what is older than the kernel in front, the rest, or both."""
     D: gl.constexpr = q.block_shape[3]
-    start = block * BLOCK
+    head = _head(g, magic, HEADS)
+    start = (first + g - head * count) * BLOCK
+    h += head
     x = x_full.index(i)
     y = y_full.index(i)
     layout: gl.constexpr = q.layout
@@ -155,8 +172,8 @@ def _coarse(sizes_ptr, kv, all_kv, chunks):
 @gluon.jit
 def _gradients(
     w: gl.constexpr, q, dout, lse, delta, fine_ptr, sizes_ptr, sums_ptr, dk, dv,
-    KV, R, L, DS, kv_full, x_full, y_full, ds_written, ds_theirs, done, done_theirs, ended,
-    b, h, kv, all_kv, rank, first, count, turns, blocks, chunks, c, scale,
+    KV, R, L, N, DS, kv_full, x_full, y_full, ds_written, ds_theirs, done, done_theirs, ended,
+    b, h, kv, all_kv, rank, first, count, turns, blocks, magic, chunks, c, scale,
     H: gl.constexpr, HEADS: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup ``w``."""
@@ -173,26 +190,20 @@ def _gradients(
     columns: gl.constexpr = gl.SliceLayout(0, scores)
     matrix: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK, D], dtype)
     row = gl.arange(0, BLOCK, layout=rows)
-    key = w * BLOCK + row
-    query = gl.arange(0, BLOCK, layout=columns)
 
     sums_ptr += w * (16 * 128)
     coarse = _coarse(sizes_ptr, kv, all_kv, chunks)
     sum_k = gl.zeros((BLOCK, D), dtype=gl.float32, layout=result)
     sum_v = gl.zeros((BLOCK, D), dtype=gl.float32, layout=result)
     ds = gl.zeros((BLOCK, BLOCK), dtype=dtype, layout=operand)
-    n = 0  # blocks of queries since the head's first, of this turn
-    late = (b * H + h) * blocks + first  # number of the block whose part is added next
-    late_n = 0
-    ahead_h = h + STAGES // count  # of the turn requested next
-    ahead = first + STAGES % count
+    block = (b * H + h) * blocks + first  # of the first turn
     i = 0  # slots of this turn and the one before
-    before = 0
     parity = 0
     mbarrier.wait(kv_full.index(0), 0)
     mbarrier.wait(x_full.index(0), 0)
     for g in range(0, turns):
         two_before = gl.where(i == STAGES - 1, 0, i + 1)
+        before = gl.where(i == 0, gl.where(g == 0, 0, STAGES - 1), i - 1)
         parity_before = parity ^ (i < STAGES - 1).to(gl.int32)
         # Of the turn before, at first zero.
         q_tile = view(R.index(before), dtype, [2, BLOCK, D], matrix).index(0)
@@ -200,6 +211,7 @@ def _gradients(
         mbarrier.wait(ds_theirs.index(two_before), parity_before)
         # Of turn g - 2, at first of whatever is there, and not added.
         part = _queries_part(DS, KV, two_before, w, scores)
+        late = _number(gl.maximum(g - 2, 0), block, blocks, count, magic, HEADS)
         fineness = gl.load(fine_ptr + late * BLOCK + row)
         mbarrier.wait(x_full.index(i), parity)
         tiles = view(R.index(i), dtype, [2, BLOCK, D], matrix)
@@ -211,32 +223,30 @@ def _gradients(
         mbarrier.arrive(done.index(before), count=1, pred=g > 0)
         if g > 1:
             _add(sums_ptr + late.to(gl.int64) * (32 * 128), part, gl.minimum(fineness * coarse, 2.0**MOST))
-            late += 1
-            late_n += 1
-            if late_n == count:
-                late_n = 0
-                late += blocks - count
             if w == 0:
                 if g + 1 < turns:
                     mbarrier.wait(done_theirs.index(two_before), parity_before)
                     _request_turn(
-                        two_before, ahead_h, ahead, q, dout, lse, delta, R, L, x_full, y_full,
-                        b, H, True, True,
+                        two_before, g + 1, q, dout, lse, delta, R, L, x_full, y_full,
+                        b, h, first, count, magic, H, HEADS, True, True,
                     )  # fmt: skip
-                    ahead += 1
-                    if ahead == blocks:
-                        ahead = first
-                        ahead_h += 1
         mbarrier.wait(y_full.index(i), parity)
-        dp = _product(tile(KV.index(2 + w), D), tiles.index(1), scores)
+        # dp less delta: products are added to it.
+        ds = gl.zeros((BLOCK, BLOCK), dtype=gl.float32, layout=scores)
+        ds += row_of(L, ROWS * i + 1, columns)[None, :]
+        ds = warpgroup_mma(
+            tile(KV.index(2 + w), D), tiles.index(1).permute((1, 0)), ds, is_async=True
+        )
         s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))
         p = exp2(s * c - row_of(L, ROWS * i, columns)[None, :])  # 0 from T on: lse is infinite
+        n = g - _head(g, magic, HEADS) * count
         if n <= w:
-            p = gl.where(key[:, None] <= n * BLOCK + query[None, :], p, 0.0)
+            # Numbers from memory: as constants they would stay in registers.
+            p = gl.where(row[:, None] <= (n - w) * BLOCK + N.load(columns)[None, :], p, 0.0)
         pb = gl.convert_layout(p.to(dtype), operand)
         sum_v = warpgroup_mma(pb, tiles.index(1), sum_v, is_async=True)
-        dp = warpgroup_mma_wait(num_outstanding=1, deps=(dp,))
-        ds = (p * (dp - row_of(L, ROWS * i + 1, columns)[None, :])).to(dtype)
+        ds = warpgroup_mma_wait(num_outstanding=1, deps=(ds,))
+        ds = (p * ds).to(dtype)
         # The ds of turn g - 3 has been read.
         mbarrier.wait(done_theirs.index(two_before), parity_before)
         DS.index(2 * i + w).store(ds)
@@ -245,11 +255,10 @@ def _gradients(
         thread_barrier()
         mbarrier.arrive(ds_written.index(i), count=1)
         sum_v, pb = warpgroup_mma_wait(num_outstanding=0, deps=(sum_v, pb))
-        n = gl.where(n == count - 1, 0, n + 1)
-        before = i
         i = two_before
         parity ^= (i == 0).to(gl.int32)
     two_before = gl.where(i == STAGES - 1, 0, i + 1)
+    before = gl.where(i == 0, STAGES - 1, i - 1)
     sum_k = warpgroup_mma(ds, view(R.index(before), dtype, [2, BLOCK, D], matrix).index(0), sum_k, is_async=True)
     mbarrier.wait(ds_theirs.index(two_before), parity ^ (i < STAGES - 1).to(gl.int32))
     part = _queries_part(DS, KV, two_before, w, scores)
@@ -257,13 +266,12 @@ def _gradients(
         num_outstanding=0, deps=(sum_k, part, ds)
     )
     if turns > 1:
+        late = _number(turns - 2, block, blocks, count, magic, HEADS)
         _add(sums_ptr + late.to(gl.int64) * (32 * 128), part, gl.minimum(gl.load(fine_ptr + late * BLOCK + row) * coarse, 2.0**MOST))
-        late += 1
-        if late_n == count - 1:
-            late += blocks - count
     mbarrier.wait(ds_theirs.index(before), parity ^ (i == 0).to(gl.int32))
     part = _queries_part(DS, KV, before, w, scores)
     part = warpgroup_mma_wait(num_outstanding=0, deps=(part,))
+    late = _number(turns - 1, block, blocks, count, magic, HEADS)
     _add(sums_ptr + late.to(gl.int64) * (32 * 128), part, gl.minimum(gl.load(fine_ptr + late * BLOCK + row) * coarse, 2.0**MOST))
 
     # Nobody reads shared memory any more: the results go there.
@@ -315,10 +323,13 @@ def _attention_bwd_long_kernel(
     first = 2 * rank
     count = blocks - first
     turns = HEADS * count
+    magic = 0x80000000 // count.to(gl.uint32) + 1
     KV = gl.allocate_shared_memory(q.dtype, [4] + q.block_shape, q.layout)
     matrix: gl.constexpr = gl.NVMMASharedLayout.get_default_for([2 * BLOCK, D], q.dtype)
     R = gl.allocate_shared_memory(q.dtype, [STAGES, 2 * BLOCK, D], matrix)
     L = gl.allocate_shared_memory(gl.float32, [ROWS * STAGES] + lse.block_shape, lse.layout)
+    N = gl.allocate_shared_memory(gl.int32, [BLOCK], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    N.store(gl.arange(0, BLOCK, layout=gl.BlockedLayout([1], [32], [4], [0])))
     square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK, BLOCK], q.dtype)
     DS = gl.allocate_shared_memory(q.dtype, [2 * STAGES, BLOCK, BLOCK], square)
     kv_full = barriers(1)
@@ -334,15 +345,15 @@ def _attention_bwd_long_kernel(
     for g in gl.static_range(STAGES):
         if g < turns:
             _request_turn(
-                g, h + g // count, first + g % count, q, dout, lse, delta, R, L, x_full, y_full,
-                b, H, True, False,
+                g, gl.to_tensor(g), q, dout, lse, delta, R, L, x_full, y_full,
+                b, h, first, count, magic, H, HEADS, True, False,
             )  # fmt: skip
     begin(0)
     for g in gl.static_range(STAGES):
         if g < turns:
             _request_turn(
-                g, h + g // count, first + g % count, q, dout, lse, delta, R, L, x_full, y_full,
-                b, H, False, True,
+                g, gl.to_tensor(g), q, dout, lse, delta, R, L, x_full, y_full,
+                b, h, first, count, magic, H, HEADS, False, True,
             )  # fmt: skip
     all_kv = B * (H // GROUP)
     kv += b * (H // GROUP)
@@ -350,13 +361,15 @@ def _attention_bwd_long_kernel(
         [
             (_gradients, (
                 0, q, dout, lse, delta, fine_ptr, sizes_ptr, sums_ptr, dk, dv,
-                KV, R, L, DS, kv_full, x_full, y_full, ds_full0, ds_full1, done0, done1, ended,
-                b, h, kv, all_kv, rank, first, count, turns, blocks, 2 * blocks, c, scale, H, HEADS,
+                KV, R, L, N, DS, kv_full, x_full, y_full, ds_full0, ds_full1, done0, done1, ended,
+                b, h, kv, all_kv, rank, first, count, turns, blocks, magic, 2 * blocks, c, scale,
+                H, HEADS,
             )),
             (_gradients, (
                 1, q, dout, lse, delta, fine_ptr, sizes_ptr, sums_ptr, dk, dv,
-                KV, R, L, DS, kv_full, x_full, y_full, ds_full1, ds_full0, done1, done0, ended,
-                b, h, kv, all_kv, rank, first, count, turns, blocks, 2 * blocks, c, scale, H, HEADS,
+                KV, R, L, N, DS, kv_full, x_full, y_full, ds_full1, ds_full0, done1, done0, ended,
+                b, h, kv, all_kv, rank, first, count, turns, blocks, magic, 2 * blocks, c, scale,
+                H, HEADS,
             )),
         ],
         [4],
