@@ -63,28 +63,28 @@ ROWS = gl.constexpr(2)  # numbers of a query: lse and delta
 
 
 @gluon.jit
-def _head(g, magic, HEADS: gl.constexpr):
+def _head(g, count, HEADS: gl.constexpr):
     """Which of a program's heads turn ``g`` is of: g / count, without a division."""
-    if HEADS == 1:
-        return g * 0
-    else:
-        return gl.umulhi(2 * g.to(gl.uint32), magic).to(gl.int32)
+    head = g * 0
+    for j in gl.static_range(1, HEADS):
+        head += (g >= j * count).to(gl.int32)
+    return head
 
 
 @gluon.jit
-def _number(g, block, blocks, count, magic, HEADS: gl.constexpr):
+def _number(g, block, first, count, HEADS: gl.constexpr):
     """The number of the block of queries of turn ``g`` among those of all heads."""
-    return block + g + _head(g, magic, HEADS) * (blocks - count)
+    return block + g + _head(g, count, HEADS) * first
 
 
 @gluon.jit
 def _request_turn(
-    i, g, q, dout, lse, delta, R, L, x_full, y_full, b, h, first, count, magic,
+    i, g, q, dout, lse, delta, R, L, x_full, y_full, b, h, first, count,
     H: gl.constexpr, HEADS: gl.constexpr, OLD: gl.constexpr, NEW: gl.constexpr,
 ):  # fmt: skip
     """Fill the slot of turn ``g``: what is older than the kernel in front, the rest, or both."""
     D: gl.constexpr = q.block_shape[3]
-    head = _head(g, magic, HEADS)
+    head = _head(g, count, HEADS)
     start = (first + g - head * count) * BLOCK
     h += head
     x = x_full.index(i)
@@ -173,7 +173,7 @@ def _coarse(sizes_ptr, kv, all_kv, chunks):
 def _gradients(
     w: gl.constexpr, q, dout, lse, delta, fine_ptr, sizes_ptr, sums_ptr, dk, dv,
     KV, R, L, N, DS, kv_full, x_full, y_full, ds_written, ds_theirs, done, done_theirs, ended,
-    b, h, kv, all_kv, rank, first, count, turns, blocks, magic, chunks, c, scale,
+    b, h, kv, all_kv, rank, first, count, turns, blocks, chunks, c, scale,
     H: gl.constexpr, HEADS: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup ``w``."""
@@ -211,7 +211,7 @@ def _gradients(
         mbarrier.wait(ds_theirs.index(two_before), parity_before)
         # Of turn g - 2, at first of whatever is there, and not added.
         part = _queries_part(DS, KV, two_before, w, scores)
-        late = _number(gl.maximum(g - 2, 0), block, blocks, count, magic, HEADS)
+        late = _number(gl.maximum(g - 2, 0), block, first, count, HEADS)
         fineness = gl.load(fine_ptr + late * BLOCK + row)
         mbarrier.wait(x_full.index(i), parity)
         tiles = view(R.index(i), dtype, [2, BLOCK, D], matrix)
@@ -228,7 +228,7 @@ def _gradients(
                     mbarrier.wait(done_theirs.index(two_before), parity_before)
                     _request_turn(
                         two_before, g + 1, q, dout, lse, delta, R, L, x_full, y_full,
-                        b, h, first, count, magic, H, HEADS, True, True,
+                        b, h, first, count, H, HEADS, True, True,
                     )  # fmt: skip
         mbarrier.wait(y_full.index(i), parity)
         # dp less delta: products are added to it.
@@ -239,7 +239,7 @@ def _gradients(
         )
         s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))
         p = exp2(s * c - row_of(L, ROWS * i, columns)[None, :])  # 0 from T on: lse is infinite
-        n = g - _head(g, magic, HEADS) * count
+        n = g - _head(g, count, HEADS) * count
         if n <= w:
             # Numbers from memory: as constants they would stay in registers.
             p = gl.where(row[:, None] <= (n - w) * BLOCK + N.load(columns)[None, :], p, 0.0)
@@ -266,12 +266,12 @@ def _gradients(
         num_outstanding=0, deps=(sum_k, part, ds)
     )
     if turns > 1:
-        late = _number(turns - 2, block, blocks, count, magic, HEADS)
+        late = _number(turns - 2, block, first, count, HEADS)
         _add(sums_ptr + late.to(gl.int64) * (32 * 128), part, gl.minimum(gl.load(fine_ptr + late * BLOCK + row) * coarse, 2.0**MOST))
     mbarrier.wait(ds_theirs.index(before), parity ^ (i == 0).to(gl.int32))
     part = _queries_part(DS, KV, before, w, scores)
     part = warpgroup_mma_wait(num_outstanding=0, deps=(part,))
-    late = _number(turns - 1, block, blocks, count, magic, HEADS)
+    late = _number(turns - 1, block, first, count, HEADS)
     _add(sums_ptr + late.to(gl.int64) * (32 * 128), part, gl.minimum(gl.load(fine_ptr + late * BLOCK + row) * coarse, 2.0**MOST))
 
     # Nobody reads shared memory any more: the results go there.
@@ -323,7 +323,6 @@ def _attention_bwd_long_kernel(
     first = 2 * rank
     count = blocks - first
     turns = HEADS * count
-    magic = 0x80000000 // count.to(gl.uint32) + 1
     KV = gl.allocate_shared_memory(q.dtype, [4] + q.block_shape, q.layout)
     matrix: gl.constexpr = gl.NVMMASharedLayout.get_default_for([2 * BLOCK, D], q.dtype)
     R = gl.allocate_shared_memory(q.dtype, [STAGES, 2 * BLOCK, D], matrix)
@@ -346,14 +345,14 @@ def _attention_bwd_long_kernel(
         if g < turns:
             _request_turn(
                 g, gl.to_tensor(g), q, dout, lse, delta, R, L, x_full, y_full,
-                b, h, first, count, magic, H, HEADS, True, False,
+                b, h, first, count, H, HEADS, True, False,
             )  # fmt: skip
     begin(0)
     for g in gl.static_range(STAGES):
         if g < turns:
             _request_turn(
                 g, gl.to_tensor(g), q, dout, lse, delta, R, L, x_full, y_full,
-                b, h, first, count, magic, H, HEADS, False, True,
+                b, h, first, count, H, HEADS, False, True,
             )  # fmt: skip
     all_kv = B * (H // GROUP)
     kv += b * (H // GROUP)
@@ -362,13 +361,13 @@ def _attention_bwd_long_kernel(
             (_gradients, (
                 0, q, dout, lse, delta, fine_ptr, sizes_ptr, sums_ptr, dk, dv,
                 KV, R, L, N, DS, kv_full, x_full, y_full, ds_full0, ds_full1, done0, done1, ended,
-                b, h, kv, all_kv, rank, first, count, turns, blocks, magic, 2 * blocks, c, scale,
+                b, h, kv, all_kv, rank, first, count, turns, blocks, 2 * blocks, c, scale,
                 H, HEADS,
             )),
             (_gradients, (
                 1, q, dout, lse, delta, fine_ptr, sizes_ptr, sums_ptr, dk, dv,
                 KV, R, L, N, DS, kv_full, x_full, y_full, ds_full1, ds_full0, done1, done0, ended,
-                b, h, kv, all_kv, rank, first, count, turns, blocks, magic, 2 * blocks, c, scale,
+                b, h, kv, all_kv, rank, first, count, turns, blocks, 2 * blocks, c, scale,
                 H, HEADS,
             )),
         ],
