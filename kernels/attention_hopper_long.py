@@ -201,6 +201,7 @@ def _gradients(
     parity = 0
     mbarrier.wait(kv_full.index(0), 0)
     mbarrier.wait(x_full.index(0), 0)
+    thread_barrier()  # else the compiler puts three into the loop
     for g in range(0, turns):
         two_before = gl.where(i == STAGES - 1, 0, i + 1)
         before = gl.where(i == 0, gl.where(g == 0, 0, STAGES - 1), i - 1)
@@ -223,13 +224,6 @@ def _gradients(
         mbarrier.arrive(done.index(before), count=1, pred=g > 0)
         if g > 1:
             _add(sums_ptr + late.to(gl.int64) * (32 * 128), part, gl.minimum(fineness * coarse, 2.0**MOST))
-            if w == 0:
-                if g + 1 < turns:
-                    mbarrier.wait(done_theirs.index(two_before), parity_before)
-                    _request_turn(
-                        two_before, g + 1, q, dout, lse, delta, R, L, x_full, y_full,
-                        b, h, first, count, H, HEADS, True, True,
-                    )  # fmt: skip
         mbarrier.wait(y_full.index(i), parity)
         # dp less delta: products are added to it.
         ds = gl.zeros((BLOCK, BLOCK), dtype=gl.float32, layout=scores)
@@ -254,6 +248,13 @@ def _gradients(
         fence_async_shared()
         thread_barrier()
         mbarrier.arrive(ds_written.index(i), count=1)
+        if w == 0:
+            if (g > 0) & (g + 2 < turns):
+                mbarrier.wait(done_theirs.index(before), parity ^ (i == 0).to(gl.int32))
+                _request_turn(
+                    before, g + 2, q, dout, lse, delta, R, L, x_full, y_full,
+                    b, h, first, count, H, HEADS, True, True,
+                )  # fmt: skip
         sum_v, pb = warpgroup_mma_wait(num_outstanding=0, deps=(sum_v, pb))
         i = two_before
         parity ^= (i == 0).to(gl.int32)
