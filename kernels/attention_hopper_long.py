@@ -79,14 +79,16 @@ def _number(g, block, first, count, HEADS: gl.constexpr):
 
 @gluon.jit
 def _request_turn(
-    i, g, q, dout, lse, delta, R, L, x_full, y_full, b, h, first, count,
+    i, g, q, dout, lse, delta, R, L, x_full, y_full, head, first, count,
     H: gl.constexpr, HEADS: gl.constexpr, OLD: gl.constexpr, NEW: gl.constexpr,
 ):  # fmt: skip
     """Fill the slot of turn ``g``: what is older than the kernel in front, the rest, or both."""
     D: gl.constexpr = q.block_shape[3]
-    head = _head(g, count, HEADS)
-    start = (first + g - head * count) * BLOCK
-    h += head
+    ahead = _head(g, count, HEADS)
+    start = (first + g - ahead * count) * BLOCK
+    head += ahead
+    b = head // H
+    h = head - b * H
     x = x_full.index(i)
     y = y_full.index(i)
     layout: gl.constexpr = q.layout
@@ -96,10 +98,10 @@ def _request_turn(
         mbarrier.expect(x, bytes + BLOCK * 4)
         mbarrier.expect(y, bytes + BLOCK * 4)
         tma_load(q, [b, h, start, 0], x, tiles.index(0))
-        tma_load(lse, [b * H + h, start], x, L.index(ROWS * i))
+        tma_load(lse, [head, start], x, L.index(ROWS * i))
         tma_load(dout, [b, h, start, 0], y, tiles.index(1))
     if NEW:
-        tma_load(delta, [b * H + h, start], y, L.index(ROWS * i + 1))
+        tma_load(delta, [head, start], y, L.index(ROWS * i + 1))
 
 
 @gluon.jit
@@ -173,8 +175,8 @@ def _coarse(sizes_ptr, kv, all_kv, chunks):
 def _gradients(
     w: gl.constexpr, q, dout, lse, delta, fine_ptr, sizes_ptr, sums_ptr, dk, dv,
     KV, R, L, N, DS, kv_full, x_full, y_full, ds_written, ds_theirs, done, done_theirs, ended,
-    b, h, kv, all_kv, rank, first, count, turns, blocks, chunks, c, scale,
-    H: gl.constexpr, HEADS: gl.constexpr,
+    head, all_kv, first, count, c,
+    H: gl.constexpr, GROUP: gl.constexpr, HEADS: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup ``w``."""
     dtype: gl.constexpr = R.dtype
@@ -192,11 +194,12 @@ def _gradients(
     row = gl.arange(0, BLOCK, layout=rows)
 
     sums_ptr += w * (16 * 128)
-    coarse = _coarse(sizes_ptr, kv, all_kv, chunks)
+    turns = HEADS * count
+    coarse = _coarse(sizes_ptr, head // GROUP, all_kv, 2 * (first + count))
     sum_k = gl.zeros((BLOCK, D), dtype=gl.float32, layout=result)
     sum_v = gl.zeros((BLOCK, D), dtype=gl.float32, layout=result)
     ds = gl.zeros((BLOCK, BLOCK), dtype=dtype, layout=operand)
-    block = (b * H + h) * blocks + first  # of the first turn
+    block = head * (first + count) + first  # of the first turn
     i = 0  # slots of this turn and the one before
     parity = 0
     mbarrier.wait(kv_full.index(0), 0)
@@ -253,7 +256,7 @@ def _gradients(
                 mbarrier.wait(done_theirs.index(before), parity ^ (i == 0).to(gl.int32))
                 _request_turn(
                     before, g + 2, q, dout, lse, delta, R, L, x_full, y_full,
-                    b, h, first, count, H, HEADS, True, True,
+                    head, first, count, H, HEADS, True, True,
                 )  # fmt: skip
         sum_v, pb = warpgroup_mma_wait(num_outstanding=0, deps=(sum_v, pb))
         i = two_before
@@ -282,12 +285,14 @@ def _gradients(
     # Of as many bytes as fp32 takes.
     fit: gl.constexpr = 32 // dk.dtype.primitive_bitwidth
     flat: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK, D], dk.dtype)
-    r = 2 * rank + w
+    b = head // H
+    h = (head - b * H) // HEADS
+    r = first + w
     staged = view(R.index(w), dk.dtype, [fit, BLOCK, D], flat)
-    store_rows(dv, sum_v, staged, b, r, h // HEADS, D)
+    store_rows(dv, sum_v, staged, b, r, h, D)
     pair: gl.constexpr = gl.NVMMASharedLayout.get_default_for([2 * BLOCK, D], dtype)
     staged = view(view(KV, dtype, [2, 2 * BLOCK, D], pair).index(w), dk.dtype, [fit, BLOCK, D], flat)
-    store_rows(dk, sum_k * scale, staged, b, r, h // HEADS, D)
+    store_rows(dk, sum_k * (c * 0.6931471805599453), staged, b, r, h, D)
     tma.store_wait(pendings=0)
 
 
@@ -307,7 +312,6 @@ def _attention_bwd_long_kernel(
     B,
     T,
     c,
-    scale,
     H: gl.constexpr,
     GROUP: gl.constexpr,
     HEADS: gl.constexpr,
@@ -316,10 +320,9 @@ def _attention_bwd_long_kernel(
     D: gl.constexpr = q.block_shape[3]
     programs: gl.constexpr = H // HEADS
     rank = gl.program_id(0) // (B * programs)
-    at = gl.program_id(0) - rank * (B * programs)
-    b = at // programs
-    h = (at - b * programs) * HEADS
-    kv = h // GROUP
+    head = (gl.program_id(0) - rank * (B * programs)) * HEADS  # the first one
+    b = head // H
+    kv = (head - b * H) // GROUP
     blocks = (T + BLOCK - 1) // BLOCK
     first = 2 * rank
     count = blocks - first
@@ -346,30 +349,27 @@ def _attention_bwd_long_kernel(
         if g < turns:
             _request_turn(
                 g, gl.to_tensor(g), q, dout, lse, delta, R, L, x_full, y_full,
-                b, h, first, count, H, HEADS, True, False,
+                head, first, count, H, HEADS, True, False,
             )  # fmt: skip
     begin(0)
     for g in gl.static_range(STAGES):
         if g < turns:
             _request_turn(
                 g, gl.to_tensor(g), q, dout, lse, delta, R, L, x_full, y_full,
-                b, h, first, count, H, HEADS, False, True,
+                head, first, count, H, HEADS, False, True,
             )  # fmt: skip
     all_kv = B * (H // GROUP)
-    kv += b * (H // GROUP)
     gl.warp_specialize(
         [
             (_gradients, (
                 0, q, dout, lse, delta, fine_ptr, sizes_ptr, sums_ptr, dk, dv,
                 KV, R, L, N, DS, kv_full, x_full, y_full, ds_full0, ds_full1, done0, done1, ended,
-                b, h, kv, all_kv, rank, first, count, turns, blocks, 2 * blocks, c, scale,
-                H, HEADS,
+                head, all_kv, first, count, c, H, GROUP, HEADS,
             )),
             (_gradients, (
                 1, q, dout, lse, delta, fine_ptr, sizes_ptr, sums_ptr, dk, dv,
                 KV, R, L, N, DS, kv_full, x_full, y_full, ds_full1, ds_full0, done1, done0, ended,
-                b, h, kv, all_kv, rank, first, count, turns, blocks, 2 * blocks, c, scale,
-                H, HEADS,
+                head, all_kv, first, count, c, H, GROUP, HEADS,
             )),
         ],
         [4],
@@ -424,7 +424,6 @@ def attention_backward_long(
             batch,
             tokens,
             scale * math.log2(math.e),
-            scale,
             H=heads,
             GROUP=heads // kv_heads,
             HEADS=heads // parts,
