@@ -6,23 +6,23 @@ Probabilities of a query add up to 1, and out is an average of v, so of every el
 
     |sum| <= |dout_i| * bound,    bound = 2 * max over j |v_j| * max over j and d |k_jd|
 
-with Euclidean norms. Parts of the sum are rounded to multiples of 1 / (fine_i * coarse), powers of
-two with |dout_i| fine_i < 1 and bound * coarse < 2^30: what rounding of p, ds and out to 8 bits, of
-scores in fp32 and of the parts themselves adds is far from the factor of 2 that is left to 2^31, and
-sums on the way may wrap around.
+with Euclidean norms. Parts of the sum are rounded to multiples of 1 / (fine_i * coarse), two powers
+of two with |dout_i| fine_i < 1 and bound * coarse < 2^30. A factor of 2 is left to 2^31: far more
+than what the rounding of p, ds and out to 8 bits, of scores in fp32 and of the parts can add. Sums
+on the way may wrap around.
 
-Precision: of 64 random values each, bound is 2^13 times as large as a sum at 4096 tokens; a sum
-then has 17 bits, of which the parts' rounding (at most half each, 32 parts) takes one or two. What
-is left is less than what rounding out to bf16 does to delta, and so to ds: 2^-9 |dout_i| |out_i| of
-fp32's 2^-24, in every case but one: that of keys and values that are thousands of times as large
-as any that a query looks at.
+Precision: for random values, 128 a head, the bound is some 2^13 times a typical sum at 4096 tokens;
+of 30 bits 17 are left, of which the rounding of 32 parts takes one or two. In general ds is off by
+what the rounding of out, 2^-9, does to delta, 2^-9 |dout_i| |out_i| / sqrt(D) or so, and that times k
+is more than 2^-20 of the bound unless a query looks at values, or keys, a thousand times smaller
+than the largest ones.
 
-A gradient, key or value that is not finite (a norm of 2^124 or more counts as such) makes all
-gradients of the queries concerned NaN: of its row, or of all queries of the head.
+A query whose gradient is not finite (or 2^124 and more) gets NaN, and all queries of a head do for
+a key or value that is not finite.
 
 The sums lie as the warps of kernels/attention_hopper_long.py add to them: of a head and 64 queries
-[halves of D, 16, 128 threads], each a pair of neighbours as one number of 64 bits, high * 2^32 + low
-with signs. Adding such numbers adds both.
+[halves of D, 16, 128 threads], a pair of neighbours each, as one number of 64 bits: high * 2^32 +
+low, both with signs. Who adds such numbers adds both.
 """
 
 from __future__ import annotations

@@ -7,36 +7,41 @@ from registers. For the gradient of the queries ds goes through shared memory, w
 warpgroups find that of all 128 keys and each forms half of the columns: a part, which is added up
 in global memory as integers (attention_fixed_point.py), in any order to the same bits.
 
-A warpgroup forms the part of a turn one turn later, so neither waits for the other as long as they
-are less than a turn apart: one multiplies while the other takes exponentials. The scores of the
-next turn are asked for before the parts are added, and the first exponentials find them complete.
+A warpgroup forms the part of a turn two turns later, so neither waits for the other as long as they
+are less than a turn apart: one multiplies while the other takes exponentials. Within a warpgroup
+exponentials run beside the product of dout and values, and parts are added beside the scores.
 
 Query heads that share keys are gone through one after the other by one program, or are programs of
 their own, which leave parts, fp32, of the gradients of keys and values.
 
 Why nothing waits for ever. ``turns`` is the same for both warpgroups, 1 or more. What belongs to
-turn g lies in slot g % 3 and completes phase g // 3 of that slot's barriers, each by one arrival
-a phase:
+turn g lies in slot g % 3, and completes phase g // 3 of that slot's barriers by one arrival each:
 
-- ``x_full`` and ``y_full``: turn g is requested if g < turns, once, with whole boxes, of which what
-  lies outside the tensors is zero: the first three before the warpgroups start, turn g + 2 by
-  warpgroup 0 at the end of its turn g.
-- ``ds_full`` of a warpgroup: at its turn g, when its half of ds is written.
-- ``done`` of a warpgroup: at the end of its turn g, when it has read the slot of the ring and
-  the ds of turn g - 1.
+- ``x_full`` (queries, lse) and ``y_full`` (dout, delta): turn g is requested if g < turns, once, with
+  whole boxes, of which what lies outside the tensors is zero; the first three turns before the
+  warpgroups start, turn g + 2 by warpgroup 0 at the end of its turn g, from g = 1 on.
+- ``ds_full`` of a warpgroup: near the end of its turn g, when its half of ds is written.
+- ``done`` of a warpgroup: near the beginning of its turn g + 1, when it has read slot g of the ring
+  and the ds of turn g - 1 for the last time. That of the last turn does not come, nor is it waited
+  for.
 
-Waits of turn g on the other warpgroup are for ``done`` of turn g - 2 (before ds of g takes the place
-of that of g - 3) and g - 1 (before a slot is filled again, warpgroup 0 only) and for ``ds_full`` of
-turn g - 1: all earlier than g, so that of the two the one behind always goes on. Those for turns
-below 0 are for phase -1, which a new barrier has behind it. A wait by parity must not be two phases
-late: the other one is at most at the end of turn g + 1, for it needs this one's ``ds_full`` of a
-turn before, and turn g + 2 is the first that completes a barrier again that is waited for at g.
+In its turn g a warpgroup waits for the other one's ``ds_full`` of turn g - 2 (to form that part) and
+``done`` of turn g - 2 (before ds of g takes the place of that of g - 3); warpgroup 0 also for
+``done`` of turn g - 1, before it fills that slot again. The other one arrives at all three before
+the end of its turn g - 1 or at the beginning of its turn g, where it waits for nothing but what
+this one did in turns before g: so the one behind always goes on. A wait for a turn below 0 is for
+phase -1, which a new barrier has behind it.
+
+A wait by parity must not come two phases late, that is, when the other one has arrived for a turn
+three later. For ``ds_full`` of turn g + 1 it needs this one's ``done`` of turn g - 1, which comes
+after the wait for g - 2. ``done`` of g + 1 comes in turn g + 2, which begins with a wait for this
+one's ``ds_full`` of turn g, later than the wait for ``done`` of g - 2; that of g + 2 needs the slot
+of turn g + 2 to be filled, which is after the wait for ``done`` of g - 1.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from torch import Tensor
 from triton.experimental import gluon
@@ -46,11 +51,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
     warpgroup_mma,
-    warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 
-from forge.kernels.attention_fixed_point import BITS, CHUNK, MOST, finish, prepare
+from forge.kernels.attention_fixed_point import BITS, MOST, finish, prepare
 from forge.kernels.attention_hopper import BLOCK, described, exp2, head_block, tile
 from forge.kernels.attention_hopper_backward import described_row, row_of, rows_block, store_rows
 from forge.kernels.hopper_ring import barriers, begin, thread_barrier, tma_load, view
@@ -59,6 +63,7 @@ from forge.kernels.runtime import on_device, processors
 # Registers a thread: all there are for two warpgroups.
 REGISTERS = gl.constexpr(256)
 STAGES = gl.constexpr(3)  # slots of queries and dout, and of ds
+LOG2E = gl.constexpr(math.log2(math.e))
 ROWS = gl.constexpr(2)  # numbers of a query: lse and delta
 
 
@@ -132,13 +137,13 @@ def rounded(x):
 
 
 @gluon.jit
-def _add(ptr, part, fineness):
-    """Add a part to the sum of its queries and columns.
+def _add(ptr, number, part, fineness):
+    """Add a part to the sum of block ``number``.
 
     Two neighbours at a time, as one number of 64 bits, and threads beside each other: 256 bytes of
     a warp lie together.
     """
-    x = rounded(part * fineness[:, None])
+    x = rounded(part * gl.minimum(fineness, 2.0**MOST)[:, None])
     # [warps, rows / 8, rows, columns / 8, columns / 2, 2]: a thread has two rows, 16 columns each.
     x = x.reshape([4, 2, 8, 8, 4, 2]).permute((0, 2, 4, 1, 3, 5)).reshape([128, 16, 2])
     low, high = x.split()
@@ -146,8 +151,9 @@ def _add(ptr, part, fineness):
     flat: gl.constexpr = gl.BlockedLayout([1, 16], [32, 1], [4, 1], [1, 0])
     pairs = gl.convert_layout(pairs, flat, assert_trivial=True)
     thread = gl.arange(0, 128, layout=gl.SliceLayout(1, flat))
-    number = gl.arange(0, 16, layout=gl.SliceLayout(0, flat))
-    gl.atomic_add(ptr + thread[:, None] + number[None, :] * 128, pairs, sem="relaxed")
+    pair = gl.arange(0, 16, layout=gl.SliceLayout(0, flat))
+    ptr += number.to(gl.int64) * (32 * 128)
+    gl.atomic_add(ptr + thread[:, None] + pair[None, :] * 128, pairs, sem="relaxed")
 
 
 @gluon.jit
@@ -174,7 +180,7 @@ def _coarse(sizes_ptr, kv, all_kv, chunks):
 @gluon.jit
 def _gradients(
     w: gl.constexpr, q, dout, lse, delta, fine_ptr, sizes_ptr, sums_ptr, dk, dv,
-    KV, R, L, N, DS, kv_full, x_full, y_full, ds_written, ds_theirs, done, done_theirs, ended,
+    KV, R, L, N, DS, kv_full, x_full, y_full, ds_mine, ds_theirs, done, done_theirs, ended,
     head, all_kv, first, count, c,
     H: gl.constexpr, GROUP: gl.constexpr, HEADS: gl.constexpr,
 ):  # fmt: skip
@@ -193,64 +199,62 @@ def _gradients(
     matrix: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK, D], dtype)
     row = gl.arange(0, BLOCK, layout=rows)
 
-    sums_ptr += w * (16 * 128)
     turns = HEADS * count
+    sums_ptr += w * (16 * 128)
     coarse = _coarse(sizes_ptr, head // GROUP, all_kv, 2 * (first + count))
+    block = head * (first + count) + first  # of the first turn
     sum_k = gl.zeros((BLOCK, D), dtype=gl.float32, layout=result)
     sum_v = gl.zeros((BLOCK, D), dtype=gl.float32, layout=result)
     ds = gl.zeros((BLOCK, BLOCK), dtype=dtype, layout=operand)
-    block = head * (first + count) + first  # of the first turn
-    i = 0  # slots of this turn and the one before
+    i = 0  # slot of the turn, and how often it was filled before
     parity = 0
     mbarrier.wait(kv_full.index(0), 0)
     mbarrier.wait(x_full.index(0), 0)
-    thread_barrier()  # else the compiler puts three into the loop
+    thread_barrier()  # or the compiler puts more of them into the loop
     for g in range(0, turns):
         two_before = gl.where(i == STAGES - 1, 0, i + 1)
         before = gl.where(i == 0, gl.where(g == 0, 0, STAGES - 1), i - 1)
-        parity_before = parity ^ (i < STAGES - 1).to(gl.int32)
-        # Of the turn before, at first zero.
-        q_tile = view(R.index(before), dtype, [2, BLOCK, D], matrix).index(0)
-        sum_k = warpgroup_mma(ds, q_tile, sum_k, is_async=True)
-        mbarrier.wait(ds_theirs.index(two_before), parity_before)
-        # Of turn g - 2, at first of whatever is there, and not added.
-        part = _queries_part(DS, KV, two_before, w, scores)
-        late = _number(gl.maximum(g - 2, 0), block, first, count, HEADS)
-        fineness = gl.load(fine_ptr + late * BLOCK + row)
-        mbarrier.wait(x_full.index(i), parity)
+        parity_before = parity ^ (i < STAGES - 1).to(gl.int32)  # of two turns before
         tiles = view(R.index(i), dtype, [2, BLOCK, D], matrix)
+        # Of the turn before; ds is zero in the first one.
+        queries = view(R.index(before), dtype, [2, BLOCK, D], matrix).index(0)
+        sum_k = warpgroup_mma(ds, queries, sum_k, is_async=True)
+        # Of two turns before; in the first two of whatever is there, and not added.
+        mbarrier.wait(ds_theirs.index(two_before), parity_before)
+        part = _queries_part(DS, KV, two_before, w, scores)
+        mbarrier.wait(x_full.index(i), parity)
         s = _product(tile(KV.index(w), D), tiles.index(0), scores)
-        sum_k, part, ds = warpgroup_mma_wait(
-            num_outstanding=1, deps=(sum_k, part, ds)
-        )
+        number = _number(gl.maximum(g - 2, 0), block, first, count, HEADS)
+        fine = gl.load(fine_ptr + number * BLOCK + row)
+        sum_k, part, ds = warpgroup_mma_wait(num_outstanding=1, deps=(sum_k, part, ds))
         thread_barrier()
         mbarrier.arrive(done.index(before), count=1, pred=g > 0)
         if g > 1:
-            _add(sums_ptr + late.to(gl.int64) * (32 * 128), part, gl.minimum(fineness * coarse, 2.0**MOST))
+            _add(sums_ptr, number, part, fine * coarse)
         mbarrier.wait(y_full.index(i), parity)
-        # dp less delta: products are added to it.
+        # dp less delta, to which the product is added.
         ds = gl.zeros((BLOCK, BLOCK), dtype=gl.float32, layout=scores)
         ds += row_of(L, ROWS * i + 1, columns)[None, :]
-        ds = warpgroup_mma(
-            tile(KV.index(2 + w), D), tiles.index(1).permute((1, 0)), ds, is_async=True
-        )
+        douts = tiles.index(1).permute((1, 0))
+        ds = warpgroup_mma(tile(KV.index(2 + w), D), douts, ds, is_async=True)
         s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))
         p = exp2(s * c - row_of(L, ROWS * i, columns)[None, :])  # 0 from T on: lse is infinite
         n = g - _head(g, count, HEADS) * count
         if n <= w:
-            # Numbers from memory: as constants they would stay in registers.
-            p = gl.where(row[:, None] <= (n - w) * BLOCK + N.load(columns)[None, :], p, 0.0)
+            # Numbers from memory: constants would lie in registers all the time.
+            query = (n - w) * BLOCK + N.load(columns)
+            p = gl.where(row[:, None] <= query[None, :], p, 0.0)
         pb = gl.convert_layout(p.to(dtype), operand)
         sum_v = warpgroup_mma(pb, tiles.index(1), sum_v, is_async=True)
         ds = warpgroup_mma_wait(num_outstanding=1, deps=(ds,))
         ds = (p * ds).to(dtype)
-        # The ds of turn g - 3 has been read.
+        # The ds of three turns before has been read.
         mbarrier.wait(done_theirs.index(two_before), parity_before)
         DS.index(2 * i + w).store(ds)
         ds = gl.convert_layout(ds, operand)
         fence_async_shared()
         thread_barrier()
-        mbarrier.arrive(ds_written.index(i), count=1)
+        mbarrier.arrive(ds_mine.index(i), count=1)
         if w == 0:
             if (g > 0) & (g + 2 < turns):
                 mbarrier.wait(done_theirs.index(before), parity ^ (i == 0).to(gl.int32))
@@ -263,20 +267,19 @@ def _gradients(
         parity ^= (i == 0).to(gl.int32)
     two_before = gl.where(i == STAGES - 1, 0, i + 1)
     before = gl.where(i == 0, STAGES - 1, i - 1)
-    sum_k = warpgroup_mma(ds, view(R.index(before), dtype, [2, BLOCK, D], matrix).index(0), sum_k, is_async=True)
+    queries = view(R.index(before), dtype, [2, BLOCK, D], matrix).index(0)
+    sum_k = warpgroup_mma(ds, queries, sum_k, is_async=True)
     mbarrier.wait(ds_theirs.index(two_before), parity ^ (i < STAGES - 1).to(gl.int32))
     part = _queries_part(DS, KV, two_before, w, scores)
-    sum_k, part, ds = warpgroup_mma_wait(
-        num_outstanding=0, deps=(sum_k, part, ds)
-    )
+    sum_k, part, ds = warpgroup_mma_wait(num_outstanding=0, deps=(sum_k, part, ds))
     if turns > 1:
-        late = _number(turns - 2, block, first, count, HEADS)
-        _add(sums_ptr + late.to(gl.int64) * (32 * 128), part, gl.minimum(gl.load(fine_ptr + late * BLOCK + row) * coarse, 2.0**MOST))
+        number = _number(turns - 2, block, first, count, HEADS)
+        _add(sums_ptr, number, part, gl.load(fine_ptr + number * BLOCK + row) * coarse)
     mbarrier.wait(ds_theirs.index(before), parity ^ (i == 0).to(gl.int32))
     part = _queries_part(DS, KV, before, w, scores)
     part = warpgroup_mma_wait(num_outstanding=0, deps=(part,))
-    late = _number(turns - 1, block, first, count, HEADS)
-    _add(sums_ptr + late.to(gl.int64) * (32 * 128), part, gl.minimum(gl.load(fine_ptr + late * BLOCK + row) * coarse, 2.0**MOST))
+    number = _number(turns - 1, block, first, count, HEADS)
+    _add(sums_ptr, number, part, gl.load(fine_ptr + number * BLOCK + row) * coarse)
 
     # Nobody reads shared memory any more: the results go there.
     thread_barrier()
@@ -291,8 +294,9 @@ def _gradients(
     staged = view(R.index(w), dk.dtype, [fit, BLOCK, D], flat)
     store_rows(dv, sum_v, staged, b, r, h, D)
     pair: gl.constexpr = gl.NVMMASharedLayout.get_default_for([2 * BLOCK, D], dtype)
-    staged = view(view(KV, dtype, [2, 2 * BLOCK, D], pair).index(w), dk.dtype, [fit, BLOCK, D], flat)
-    store_rows(dk, sum_k * (c * 0.6931471805599453), staged, b, r, h, D)
+    staged = view(KV, dtype, [2, 2 * BLOCK, D], pair).index(w)
+    staged = view(staged, dk.dtype, [fit, BLOCK, D], flat)
+    store_rows(dk, sum_k * (c / LOG2E), staged, b, r, h, D)
     tma.store_wait(pendings=0)
 
 
@@ -423,7 +427,7 @@ def attention_backward_long(
             *(described(t, rows_block(size)) for t in (dk, dv)),
             batch,
             tokens,
-            scale * math.log2(math.e),
+            scale * LOG2E.value,
             H=heads,
             GROUP=heads // kv_heads,
             HEADS=heads // parts,
