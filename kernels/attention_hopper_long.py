@@ -72,7 +72,7 @@ def _head(g, count, HEADS: gl.constexpr):
     """Which of a program's heads turn ``g`` is of: g / count, without a division."""
     head = g * 0
     for j in gl.static_range(1, HEADS):
-        head += (g >= j * count).to(gl.int32)
+        head += gl.where(g >= j * count, 1, 0)
     return head
 
 
@@ -119,11 +119,9 @@ def _product(a, b, layout: gl.constexpr):
 @gluon.jit
 def _queries_part(DS, KV, i, w: gl.constexpr, layout: gl.constexpr):
     """Ask for ``ds^T k`` of slot ``i``: 64 queries, of D columns the left or right half."""
-    half: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK, BLOCK], KV.dtype)
     part = gl.zeros((BLOCK, BLOCK), dtype=gl.float32, layout=layout)
     for n in gl.static_range(2):
-        # A tile of 128 columns lies in memory as two of 64.
-        columns = view(KV.index(n), KV.dtype, [2, BLOCK, BLOCK], half).index(w)
+        columns = tile(KV.index(n), 2 * BLOCK).slice(w * BLOCK, BLOCK, dim=1)
         ds = DS.index(2 * i + n).permute((1, 0))
         part = warpgroup_mma(ds, columns, part, use_acc=n > 0, is_async=True)
     return part
@@ -214,7 +212,7 @@ def _gradients(
     for g in range(0, turns):
         two_before = gl.where(i == STAGES - 1, 0, i + 1)
         before = gl.where(i == 0, gl.where(g == 0, 0, STAGES - 1), i - 1)
-        parity_before = parity ^ (i < STAGES - 1).to(gl.int32)  # of two turns before
+        parity_before = gl.where(two_before == 0, parity, parity ^ 1)  # of two turns before
         tiles = view(R.index(i), dtype, [2, BLOCK, D], matrix)
         # Of the turn before; ds is zero in the first one.
         queries = view(R.index(before), dtype, [2, BLOCK, D], matrix).index(0)
@@ -257,25 +255,25 @@ def _gradients(
         mbarrier.arrive(ds_mine.index(i), count=1)
         if w == 0:
             if (g > 0) & (g + 2 < turns):
-                mbarrier.wait(done_theirs.index(before), parity ^ (i == 0).to(gl.int32))
+                mbarrier.wait(done_theirs.index(before), gl.where(i == 0, parity ^ 1, parity))
                 _request_turn(
                     before, g + 2, q, dout, lse, delta, R, L, x_full, y_full,
                     head, first, count, H, HEADS, True, True,
                 )  # fmt: skip
         sum_v, pb = warpgroup_mma_wait(num_outstanding=0, deps=(sum_v, pb))
         i = two_before
-        parity ^= (i == 0).to(gl.int32)
+        parity = parity_before ^ 1
     two_before = gl.where(i == STAGES - 1, 0, i + 1)
     before = gl.where(i == 0, STAGES - 1, i - 1)
     queries = view(R.index(before), dtype, [2, BLOCK, D], matrix).index(0)
     sum_k = warpgroup_mma(ds, queries, sum_k, is_async=True)
-    mbarrier.wait(ds_theirs.index(two_before), parity ^ (i < STAGES - 1).to(gl.int32))
+    mbarrier.wait(ds_theirs.index(two_before), gl.where(two_before == 0, parity, parity ^ 1))
     part = _queries_part(DS, KV, two_before, w, scores)
     sum_k, part, ds = warpgroup_mma_wait(num_outstanding=0, deps=(sum_k, part, ds))
     if turns > 1:
         number = _number(turns - 2, block, first, count, HEADS)
         _add(sums_ptr, number, part, gl.load(fine_ptr + number * BLOCK + row) * coarse)
-    mbarrier.wait(ds_theirs.index(before), parity ^ (i == 0).to(gl.int32))
+    mbarrier.wait(ds_theirs.index(before), gl.where(i == 0, parity ^ 1, parity))
     part = _queries_part(DS, KV, before, w, scores)
     part = warpgroup_mma_wait(num_outstanding=0, deps=(part,))
     number = _number(turns - 1, block, first, count, HEADS)
