@@ -13,9 +13,9 @@ on the way may wrap around.
 
 Precision: for random values, 128 a head, the bound is some 2^13 times a typical sum at 4096 tokens;
 of 30 bits 17 are left, of which the rounding of 32 parts takes one or two. In general ds is off by
-what the rounding of out, 2^-9, does to delta, 2^-9 |dout_i| |out_i| / sqrt(D) or so, and that times k
-is more than 2^-20 of the bound unless a query looks at values, or keys, a thousand times smaller
-than the largest ones.
+what the rounding of out does to delta, some 2^-9 |dout_i| |out_i| / sqrt(D), and that times k is
+more than 2^-20 of the bound unless a query looks at values, or keys, a thousand times smaller than
+the largest ones.
 
 A query whose gradient is not finite (or 2^124 and more) gets NaN, and all queries of a head do for
 a key or value that is not finite.
@@ -68,7 +68,7 @@ def _attention_prepare_kernel(
     out,
     k,
     v,
-    delta_ptr,  # fp32 [B * H, pitch]; zero from T on
+    minus_ptr,  # fp32 [B * H, pitch]: minus delta; zero from T on
     fine_ptr,
     sizes_ptr,  # int32 [2, B * K, pitch / 32]: bits of the largest |k| and |v_j| of 32 tokens
     sums_ptr,  # int64 [B * H, pitch / 32, 2048]; zeroed
@@ -93,7 +93,7 @@ def _attention_prepare_kernel(
     dout_rows = rows_of(dout, b, h, first, T, CHUNK, D).to(tl.float32)
     out_rows = rows_of(out, b, h, first, T, CHUNK, D).to(tl.float32)
     at = row * CHUNK + tl.arange(0, CHUNK)
-    tl.store(delta_ptr + at, tl.sum(dout_rows * out_rows, axis=1))
+    tl.store(minus_ptr + at, -tl.sum(dout_rows * out_rows, axis=1))
     tl.store(fine_ptr + at, _power(_bits(_norms(dout_rows)), 0, 126))
     if h % GROUP == 0:
         kv = b * (H // GROUP) + h // GROUP
@@ -158,16 +158,16 @@ def _attention_finish_kernel(
 def prepare(
     dout: Tensor, out: Tensor, k: Tensor, v: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """delta and fine like ``lse``, fp32 [B * H, pitch], the largest keys and values, empty sums."""
+    """Minus delta and fine like ``lse``, fp32 [B * H, pitch], the largest keys and values, empty sums."""
     batch, heads, tokens, size = dout.shape
     kv_heads, (rows, pitch) = k.shape[1], lse.shape
     chunks = pitch // CHUNK.value
-    delta, fine = torch.empty_like(lse), torch.empty_like(lse)
+    minus, fine = torch.empty_like(lse), torch.empty_like(lse)
     sizes = lse.new_empty((2, batch * kv_heads, chunks), dtype=torch.int32)
     sums = lse.new_empty((rows, chunks // 2, 2, 16, 128), dtype=torch.int64)
     _attention_prepare_kernel[(rows, chunks)](
         *map(addressed, (dout, out, k, v)),
-        delta,
+        minus,
         fine,
         sizes,
         sums,
@@ -179,7 +179,7 @@ def prepare(
         D=size,
         **early_launch(dout),
     )
-    return delta, fine, sizes, sums
+    return minus, fine, sizes, sums
 
 
 def finish(sums: Tensor, fine: Tensor, sizes: Tensor, scale: float, dq: Tensor) -> None:

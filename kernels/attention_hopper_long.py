@@ -17,20 +17,21 @@ their own, which leave parts, fp32, of the gradients of keys and values.
 Why nothing waits for ever. ``turns`` is the same for both warpgroups, 1 or more. What belongs to
 turn g lies in slot g % 3, and completes phase g // 3 of that slot's barriers by one arrival each:
 
-- ``x_full`` (queries, lse) and ``y_full`` (dout, delta): turn g is requested if g < turns, once, with
-  whole boxes, of which what lies outside the tensors is zero; the first three turns before the
+- ``x_full`` (queries, lse) and ``y_full`` (dout, delta): turn g is requested if g < turns, once,
+  with whole boxes, of which what lies outside the tensors is zero; the first three turns before the
   warpgroups start, turn g + 2 by warpgroup 0 at the end of its turn g, from g = 1 on.
 - ``ds_full`` of a warpgroup: near the end of its turn g, when its half of ds is written.
 - ``done`` of a warpgroup: near the beginning of its turn g + 1, when it has read slot g of the ring
   and the ds of turn g - 1 for the last time. That of the last turn does not come, nor is it waited
   for.
 
-In its turn g a warpgroup waits for the other one's ``ds_full`` of turn g - 2 (to form that part) and
-``done`` of turn g - 2 (before ds of g takes the place of that of g - 3); warpgroup 0 also for
-``done`` of turn g - 1, before it fills that slot again. The other one arrives at all three before
-the end of its turn g - 1 or at the beginning of its turn g, where it waits for nothing but what
-this one did in turns before g: so the one behind always goes on. A wait for a turn below 0 is for
-phase -1, which a new barrier has behind it.
+In its turn g a warpgroup waits for the other one's ``ds_full`` of turn g - 2 (to form that part)
+and ``done`` of turn g - 2 (before ds of g takes the place of that of g - 3); warpgroup 0 also for
+``done`` of turn g - 1, before it fills that slot again. The other one arrives at the first two in
+its turns g - 2 and g - 1; at the third at the beginning of its turn g, once it has had ``ds_full``
+of this one's turn g - 2 and the slot of turn g, requested in this one's turn g - 2. So whoever is
+behind, in turns and within one, always goes on. A wait for a turn below 0 is for phase -1, which a
+new barrier has behind it.
 
 A wait by parity must not come two phases late, that is, when the other one has arrived for a turn
 three later. For ``ds_full`` of turn g + 1 it needs this one's ``done`` of turn g - 1, which comes
@@ -54,9 +55,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from forge.kernels.attention_fixed_point import BITS, MOST, finish, prepare
+from forge.kernels.attention_fixed_point import finish, prepare
 from forge.kernels.attention_hopper import BLOCK, described, exp2, head_block, tile
 from forge.kernels.attention_hopper_backward import described_row, row_of, rows_block, store_rows
+from forge.kernels.attention_hopper_sums import add_part, coarse_of
 from forge.kernels.hopper_ring import barriers, begin, thread_barrier, tma_load, view
 from forge.kernels.runtime import on_device, processors
 
@@ -64,7 +66,7 @@ from forge.kernels.runtime import on_device, processors
 REGISTERS = gl.constexpr(256)
 STAGES = gl.constexpr(3)  # slots of queries and dout, and of ds
 LOG2E = gl.constexpr(math.log2(math.e))
-ROWS = gl.constexpr(2)  # numbers of a query: lse and delta
+ROWS = gl.constexpr(2)  # numbers of a query: lse and minus delta
 
 
 @gluon.jit
@@ -84,7 +86,7 @@ def _number(g, block, first, count, HEADS: gl.constexpr):
 
 @gluon.jit
 def _request_turn(
-    i, g, q, dout, lse, delta, R, L, x_full, y_full, head, first, count,
+    i, g, q, dout, lse, minus, R, L, x_full, y_full, head, first, count,
     H: gl.constexpr, HEADS: gl.constexpr, OLD: gl.constexpr, NEW: gl.constexpr,
 ):  # fmt: skip
     """Fill the slot of turn ``g``: what is older than the kernel in front, the rest, or both."""
@@ -106,7 +108,7 @@ def _request_turn(
         tma_load(lse, [head, start], x, L.index(ROWS * i))
         tma_load(dout, [b, h, start, 0], y, tiles.index(1))
     if NEW:
-        tma_load(delta, [head, start], y, L.index(ROWS * i + 1))
+        tma_load(minus, [head, start], y, L.index(ROWS * i + 1))
 
 
 @gluon.jit
@@ -128,56 +130,8 @@ def _queries_part(DS, KV, i, w: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def rounded(x):
-    return gl.inline_asm_elementwise(
-        "cvt.rni.s32.f32 $0, $1;", "=r,f", [x], dtype=gl.int32, is_pure=True, pack=1
-    )
-
-
-@gluon.jit
-def _add(ptr, number, part, fineness):
-    """Add a part to the sum of block ``number``.
-
-    Two neighbours at a time, as one number of 64 bits, and threads beside each other: 256 bytes of
-    a warp lie together.
-    """
-    x = rounded(part * gl.minimum(fineness, 2.0**MOST)[:, None])
-    # [warps, rows / 8, rows, columns / 8, columns / 2, 2]: a thread has two rows, 16 columns each.
-    x = x.reshape([4, 2, 8, 8, 4, 2]).permute((0, 2, 4, 1, 3, 5)).reshape([128, 16, 2])
-    low, high = x.split()
-    pairs = (high.to(gl.int64) << 32) + low.to(gl.int64)
-    flat: gl.constexpr = gl.BlockedLayout([1, 16], [32, 1], [4, 1], [1, 0])
-    pairs = gl.convert_layout(pairs, flat, assert_trivial=True)
-    thread = gl.arange(0, 128, layout=gl.SliceLayout(1, flat))
-    pair = gl.arange(0, 16, layout=gl.SliceLayout(0, flat))
-    ptr += number.to(gl.int64) * (32 * 128)
-    gl.atomic_add(ptr + thread[:, None] + pair[None, :] * 128, pairs, sem="relaxed")
-
-
-@gluon.jit
-def _largest(ptr, count):
-    """The largest of so many numbers' bits, none below 0."""
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    at = gl.arange(0, 128, layout=layout)
-    found = gl.zeros((128,), dtype=gl.int32, layout=layout)
-    for start in range(0, count, 128):
-        found = gl.maximum(found, gl.load(ptr + start + at, mask=start + at < count, other=0))
-    return gl.max(found, axis=0).to(gl.float32, bitcast=True)
-
-
-@gluon.jit
-def _coarse(sizes_ptr, kv, all_kv, chunks):
-    """What a head's sums are multiplied by, as attention_fixed_point.py has it."""
-    bound = 2 * _largest(sizes_ptr + kv * chunks, chunks)
-    bound *= _largest(sizes_ptr + (all_kv + kv) * chunks, chunks)
-    exponent = bound.to(gl.int32, bitcast=True) >> 23
-    exponent = gl.minimum(BITS + 253 - exponent, MOST + 127)
-    return (exponent << 23).to(gl.float32, bitcast=True)
-
-
-@gluon.jit
 def _gradients(
-    w: gl.constexpr, q, dout, lse, delta, fine_ptr, sizes_ptr, sums_ptr, dk, dv,
+    w: gl.constexpr, q, dout, lse, minus, fine_ptr, sizes_ptr, sums_ptr, dk, dv,
     KV, R, L, N, DS, kv_full, x_full, y_full, ds_mine, ds_theirs, done, done_theirs, ended,
     head, all_kv, first, count, c,
     H: gl.constexpr, GROUP: gl.constexpr, HEADS: gl.constexpr,
@@ -199,7 +153,7 @@ def _gradients(
 
     turns = HEADS * count
     sums_ptr += w * (16 * 128)
-    coarse = _coarse(sizes_ptr, head // GROUP, all_kv, 2 * (first + count))
+    coarse = coarse_of(sizes_ptr, head // GROUP, all_kv, 2 * (first + count))
     block = head * (first + count) + first  # of the first turn
     sum_k = gl.zeros((BLOCK, D), dtype=gl.float32, layout=result)
     sum_v = gl.zeros((BLOCK, D), dtype=gl.float32, layout=result)
@@ -228,9 +182,9 @@ def _gradients(
         thread_barrier()
         mbarrier.arrive(done.index(before), count=1, pred=g > 0)
         if g > 1:
-            _add(sums_ptr, number, part, fine * coarse)
+            add_part(sums_ptr, number, part, fine * coarse)
         mbarrier.wait(y_full.index(i), parity)
-        # dp less delta, to which the product is added.
+        # dp less delta: the product is added to minus that.
         ds = gl.zeros((BLOCK, BLOCK), dtype=gl.float32, layout=scores)
         ds += row_of(L, ROWS * i + 1, columns)[None, :]
         douts = tiles.index(1).permute((1, 0))
@@ -257,7 +211,7 @@ def _gradients(
             if (g > 0) & (g + 2 < turns):
                 mbarrier.wait(done_theirs.index(before), gl.where(i == 0, parity ^ 1, parity))
                 _request_turn(
-                    before, g + 2, q, dout, lse, delta, R, L, x_full, y_full,
+                    before, g + 2, q, dout, lse, minus, R, L, x_full, y_full,
                     head, first, count, H, HEADS, True, True,
                 )  # fmt: skip
         sum_v, pb = warpgroup_mma_wait(num_outstanding=0, deps=(sum_v, pb))
@@ -272,12 +226,12 @@ def _gradients(
     sum_k, part, ds = warpgroup_mma_wait(num_outstanding=0, deps=(sum_k, part, ds))
     if turns > 1:
         number = _number(turns - 2, block, first, count, HEADS)
-        _add(sums_ptr, number, part, gl.load(fine_ptr + number * BLOCK + row) * coarse)
+        add_part(sums_ptr, number, part, gl.load(fine_ptr + number * BLOCK + row) * coarse)
     mbarrier.wait(ds_theirs.index(before), gl.where(i == 0, parity ^ 1, parity))
     part = _queries_part(DS, KV, before, w, scores)
     part = warpgroup_mma_wait(num_outstanding=0, deps=(part,))
     number = _number(turns - 1, block, first, count, HEADS)
-    _add(sums_ptr, number, part, gl.load(fine_ptr + number * BLOCK + row) * coarse)
+    add_part(sums_ptr, number, part, gl.load(fine_ptr + number * BLOCK + row) * coarse)
 
     # Nobody reads shared memory any more: the results go there.
     thread_barrier()
@@ -305,7 +259,7 @@ def _attention_bwd_long_kernel(
     v,
     dout,
     lse,  # boxes [1, 64] of fp32 [B * H, pitch]
-    delta,
+    minus,  # of delta
     fine_ptr,  # fp32 [B * H, pitch]
     sizes_ptr,  # int32 [2, B * K, pitch / 32]
     sums_ptr,  # int64 [B * H, pitch / 64, 2, 16, 128]
@@ -350,26 +304,26 @@ def _attention_bwd_long_kernel(
     for g in gl.static_range(STAGES):
         if g < turns:
             _request_turn(
-                g, gl.to_tensor(g), q, dout, lse, delta, R, L, x_full, y_full,
+                g, gl.to_tensor(g), q, dout, lse, minus, R, L, x_full, y_full,
                 head, first, count, H, HEADS, True, False,
             )  # fmt: skip
     begin(0)
     for g in gl.static_range(STAGES):
         if g < turns:
             _request_turn(
-                g, gl.to_tensor(g), q, dout, lse, delta, R, L, x_full, y_full,
+                g, gl.to_tensor(g), q, dout, lse, minus, R, L, x_full, y_full,
                 head, first, count, H, HEADS, False, True,
             )  # fmt: skip
     all_kv = B * (H // GROUP)
     gl.warp_specialize(
         [
             (_gradients, (
-                0, q, dout, lse, delta, fine_ptr, sizes_ptr, sums_ptr, dk, dv,
+                0, q, dout, lse, minus, fine_ptr, sizes_ptr, sums_ptr, dk, dv,
                 KV, R, L, N, DS, kv_full, x_full, y_full, ds_full0, ds_full1, done0, done1, ended,
                 head, all_kv, first, count, c, H, GROUP, HEADS,
             )),
             (_gradients, (
-                1, q, dout, lse, delta, fine_ptr, sizes_ptr, sums_ptr, dk, dv,
+                1, q, dout, lse, minus, fine_ptr, sizes_ptr, sums_ptr, dk, dv,
                 KV, R, L, N, DS, kv_full, x_full, y_full, ds_full1, ds_full0, done1, done0, ended,
                 head, all_kv, first, count, c, H, GROUP, HEADS,
             )),
@@ -414,11 +368,11 @@ def attention_backward_long(
     batch, heads, tokens, size = q.shape
     parts, kv_heads = dk.shape[2], k.shape[1]
     with on_device(q):
-        delta, fine, sizes, sums = prepare(dout, out, k, v, lse)
+        minus, fine, sizes, sums = prepare(dout, out, k, v, lse)
         _attention_bwd_long_kernel[(-(-tokens // (2 * BLOCK.value)) * batch * parts,)](
             *(described(t, head_block(size)) for t in (q, k, v, dout)),
             described_row(lse),
-            described_row(delta),
+            described_row(minus),
             fine,
             sizes,
             sums,

@@ -222,9 +222,25 @@ def _where(condition: Any, a: Any, b: Any) -> Any:
     return Tile(torch.where(*(torch.as_tensor(bare(x)) for x in (condition, a, b))))
 
 
-def _maximum(a: Any, b: Any) -> Any:
-    # As the hardware does, which passes over NaN.
-    return Tile(torch.fmax(bare(a), bare(b))) if isinstance(a, Tile) else Int(max(a, b))
+def _extreme(of_tensors: Callable, of_integers: Callable) -> Callable:
+    def chosen(a: Any, b: Any) -> Any:
+        if not isinstance(a, Tile):
+            return Int(of_integers(a, b))
+        return Tile(of_tensors(a.tensor, torch.as_tensor(bare(b), dtype=a.tensor.dtype)))
+
+    return chosen
+
+
+def _atomic_add(ptr: Pointer, x: Tile, sem: str) -> None:
+    flat, at, inside = _addressed(ptr, True)
+    assert inside.all() and at.unique().numel() == at.numel() and x.tensor.dtype == flat.dtype
+    flat[at] += x.tensor
+
+
+def _rounded(x: Tile) -> Tile:
+    """To the nearest 32-bit integer; NaN is 0."""
+    whole = x.tensor.double().round().nan_to_num(0.0).clamp(-(2**31), 2**31 - 1)
+    return Tile(whole.to(torch.int32))
 
 
 def _view(memory: Memory, dtype: Any, shape: Any, layout: Any) -> Memory:
@@ -239,15 +255,18 @@ def _language(program: Program) -> Any:
         num_programs=lambda axis: Int(program.grid[axis]),
         num_warps=lambda: Int(1),  # only layouts ask
         full=_full,
-        minimum=lambda a, b: Int(min(a, b)),
+        minimum=_extreme(torch.fmin, min),
+        to_tensor=lambda x: x,
+        atomic_add=_atomic_add,
         exp=lambda x: Tile(bare(x).exp()),
         log=lambda x: Tile(bare(x).log()),
         rsqrt=lambda x: Tile(bare(x).rsqrt()),
         static_range=lambda *a: map(Int, range(*a)),
         arange=lambda a, b, layout=None: Tile(torch.arange(a, int(b))),
-        zeros=lambda shape, dtype, layout=None: Tile(torch.zeros([int(n) for n in shape])),
+        zeros=lambda shape, dtype, layout=None: _full(shape, 0, dtype),
         where=_where,
-        maximum=_maximum,
+        # As the hardware does, which passes over NaN.
+        maximum=_extreme(torch.fmax, max),
         max=lambda x, axis: Tile(x.tensor.amax(axis)),
         sum=lambda x, axis: Tile(x.tensor.sum(axis)),
         log2=lambda x: Tile(x.tensor.log2()),
@@ -275,6 +294,7 @@ def _arguments(program: Program) -> dict[str, Any]:
         gl=_language(program),
         exp2=lambda x: Tile(x.tensor.exp2()),
         before_next_wait=lambda x: x,
+        rounded=_rounded,
         view=_view,
         begin=lambda behind: None,
         wait_for_launches_in_front=lambda: None,
@@ -330,12 +350,20 @@ def run_program(
 
 
 class OnCPU:
-    """Stands for a kernel, to be launched as it is; ``instead``: of more names in its files."""
+    """Stands for a kernel, to be launched as it is; ``instead``: of more names in its files.
+
+    ``backwards``: its programs run from the last to the first.
+    """
 
     def __init__(
-        self, kernel: JITFunction, late: bool, instead: dict[str, Any] | None = None
+        self,
+        kernel: JITFunction,
+        late: bool,
+        instead: dict[str, Any] | None = None,
+        backwards: bool = False,
     ) -> None:
         self.kernel, self.late, self.instead = kernel, late, instead or {}
+        self.backwards = backwards
         self.launched = 0
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable:
@@ -343,7 +371,8 @@ class OnCPU:
             for option in ("num_warps", "maxnreg", "launch_pdl"):
                 options.pop(option, None)
             self.launched += 1
-            for number in itertools.product(*map(range, grid)):
+            numbers = list(itertools.product(*map(range, grid)))
+            for number in reversed(numbers) if self.backwards else numbers:
                 run_program(
                     self.kernel,
                     number,
