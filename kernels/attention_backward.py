@@ -15,6 +15,7 @@ import math
 import torch
 from torch import Tensor
 
+from forge.kernels.attention_fixed_point import finish, prepare
 from forge.kernels.attention_tiles import (
     addressed,
     common_options,
@@ -276,7 +277,9 @@ def attention_backward(
                     **early,
                 )
             if long:
-                attention_backward_long(dout, q, k, v, out, lse, scale, dq, *parts)
+                minus, fine, sizes, sums = prepare(dout, out, k, v, lse)
+                attention_backward_long(dout, q, k, v, lse, minus, fine, sizes, sums, scale, *parts)
+                finish(sums, fine, sizes, scale, dq)
             elif hopper:
                 from forge.kernels.attention_hopper_backward import attention_backward_hopper
 

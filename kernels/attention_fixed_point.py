@@ -33,11 +33,9 @@ from torch import Tensor
 from forge.kernels.attention_tiles import addressed, rows_of
 from forge.kernels.runtime import begin, early_launch, tl, triton
 
-CHUNK = tl.constexpr(32)  # tokens of a program
-BITS = tl.constexpr(30)
-MOST = tl.constexpr(120)  # sums are multiplied by no more than 2 to this
-_PAIRS = tl.constexpr(CHUNK * 64)  # of D = 128
-_FINITE = tl.constexpr(250)  # exponents, as bits, of what counts as finite
+CHUNK = 32  # tokens of a program
+BITS = 30
+MOST = 120  # sums are multiplied by no more than 2 to this
 
 
 @triton.jit
@@ -58,7 +56,7 @@ def _norms(x):
 def _power(bits, exponent: tl.constexpr, most: tl.constexpr):
     """The power of two, at most 2^most, that times a number of these bits is below 2^exponent."""
     e = bits >> 23
-    e = tl.where(e > _FINITE, 0x7FC00000, tl.minimum(exponent + 253 - e, most + 127) << 23)
+    e = tl.where(e > 250, 0x7FC00000, tl.minimum(exponent + 253 - e, most + 127) << 23)
     return e.to(tl.float32, bitcast=True)
 
 
@@ -79,26 +77,28 @@ def _attention_prepare_kernel(
     GROUP: tl.constexpr,
     D: tl.constexpr,
     PDL: tl.constexpr,
+    ROWS: tl.constexpr,
 ):
     begin(PDL)
     head = tl.program_id(0)
     chunk = tl.program_id(1)
-    chunks = pitch // CHUNK
+    chunks = pitch // ROWS
     b = head // H
     h = head % H
-    first = chunk * CHUNK
+    first = chunk * ROWS
+    pairs: tl.constexpr = ROWS * D // 2
     row = head.to(tl.int64) * chunks + chunk
-    zeros = tl.zeros((_PAIRS,), tl.int64)
-    tl.store(sums_ptr + row * _PAIRS + tl.arange(0, _PAIRS), zeros)
-    dout_rows = rows_of(dout, b, h, first, T, CHUNK, D).to(tl.float32)
-    out_rows = rows_of(out, b, h, first, T, CHUNK, D).to(tl.float32)
-    at = row * CHUNK + tl.arange(0, CHUNK)
+    zeros = tl.zeros((pairs,), tl.int64)
+    tl.store(sums_ptr + row * pairs + tl.arange(0, pairs), zeros)
+    dout_rows = rows_of(dout, b, h, first, T, ROWS, D).to(tl.float32)
+    out_rows = rows_of(out, b, h, first, T, ROWS, D).to(tl.float32)
+    at = row * ROWS + tl.arange(0, ROWS)
     tl.store(minus_ptr + at, -tl.sum(dout_rows * out_rows, axis=1))
     tl.store(fine_ptr + at, _power(_bits(_norms(dout_rows)), 0, 126))
     if h % GROUP == 0:
         kv = b * (H // GROUP) + h // GROUP
-        k_rows = rows_of(k, b, h // GROUP, first, T, CHUNK, D).to(tl.float32)
-        v_rows = rows_of(v, b, h // GROUP, first, T, CHUNK, D).to(tl.float32)
+        k_rows = rows_of(k, b, h // GROUP, first, T, ROWS, D).to(tl.float32)
+        v_rows = rows_of(v, b, h // GROUP, first, T, ROWS, D).to(tl.float32)
         tl.store(sizes_ptr + kv * chunks + chunk, tl.max(tl.max(_bits(k_rows), axis=1), axis=0))
         largest = tl.max(_bits(_norms(v_rows)), axis=0)
         tl.store(sizes_ptr + (all_kv + kv) * chunks + chunk, largest)
@@ -127,27 +127,30 @@ def _attention_finish_kernel(
     GROUP: tl.constexpr,
     D: tl.constexpr,
     PDL: tl.constexpr,
+    ROWS: tl.constexpr,
+    BITS: tl.constexpr,
+    MOST: tl.constexpr,
 ):
     begin(PDL)
     head = tl.program_id(0)
     chunk = tl.program_id(1)
-    chunks = pitch // CHUNK
+    chunks = pitch // ROWS
     b = head // H
     h = head % H
     kv = b * (H // GROUP) + h // GROUP
     bound = 2 * _largest(sizes_ptr + kv * chunks, chunks)
     bound *= _largest(sizes_ptr + (all_kv + kv) * chunks, chunks)
     coarse = _power(_bits(bound), BITS, MOST)
-    r = chunk % 2 * CHUNK + tl.arange(0, CHUNK)[:, None]  # of 64 queries
+    r = chunk % 2 * ROWS + tl.arange(0, ROWS)[:, None]  # of 64 queries
     pair = tl.arange(0, D // 2)[None, :]
     # Of a warp 16 rows; of a thread two of them and every fourth pair of half the columns.
     at = (pair // 32 * 16 + r // 8 % 2 * 8 + pair % 32 // 4) * 128
     at += r // 16 * 32 + r % 8 * 4 + pair % 4
-    both = tl.load(sums_ptr + (head.to(tl.int64) * (chunks // 2) + chunk // 2) * (2 * _PAIRS) + at)
+    both = tl.load(sums_ptr + (head.to(tl.int64) * (chunks // 2) + chunk // 2) * (ROWS * D) + at)
     low = both.to(tl.int32)
     high = ((both - low.to(tl.int64)) >> 32).to(tl.int32)
-    x = tl.join(low, high).reshape(CHUNK, D).to(tl.float32)
-    t = chunk * CHUNK + tl.arange(0, CHUNK)
+    x = tl.join(low, high).reshape(ROWS, D).to(tl.float32)
+    t = chunk * ROWS + tl.arange(0, ROWS)
     times = tl.load(fine_ptr + head.to(tl.int64) * pitch + t) * coarse
     times = tl.where(times > 2.0**MOST, 2.0**MOST, times)  # NaN stays
     x = x * (1 / times)[:, None] * scale
@@ -158,10 +161,10 @@ def _attention_finish_kernel(
 def prepare(
     dout: Tensor, out: Tensor, k: Tensor, v: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Minus delta and fine like ``lse``, fp32 [B * H, pitch], the largest keys and values, empty sums."""
+    """Minus delta and fine, fp32 like ``lse`` [B * H, pitch]; sizes of keys and values; sums."""
     batch, heads, tokens, size = dout.shape
     kv_heads, (rows, pitch) = k.shape[1], lse.shape
-    chunks = pitch // CHUNK.value
+    chunks = pitch // CHUNK
     minus, fine = torch.empty_like(lse), torch.empty_like(lse)
     sizes = lse.new_empty((2, batch * kv_heads, chunks), dtype=torch.int32)
     sums = lse.new_empty((rows, chunks // 2, 2, 16, 128), dtype=torch.int64)
@@ -177,6 +180,7 @@ def prepare(
         H=heads,
         GROUP=heads // kv_heads,
         D=size,
+        ROWS=CHUNK,
         **early_launch(dout),
     )
     return minus, fine, sizes, sums
@@ -197,5 +201,8 @@ def finish(sums: Tensor, fine: Tensor, sizes: Tensor, scale: float, dq: Tensor) 
         H=heads,
         GROUP=batch * heads // sizes.shape[1],
         D=size,
+        ROWS=CHUNK,
+        BITS=BITS,
+        MOST=MOST,
         **early_launch(dq),
     )

@@ -55,7 +55,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from forge.kernels.attention_fixed_point import finish, prepare
 from forge.kernels.attention_hopper import BLOCK, described, exp2, head_block, tile
 from forge.kernels.attention_hopper_backward import described_row, row_of, rows_block, store_rows
 from forge.kernels.attention_hopper_sums import add_part, coarse_of
@@ -65,7 +64,6 @@ from forge.kernels.runtime import on_device, processors
 # Registers a thread: all there are for two warpgroups.
 REGISTERS = gl.constexpr(256)
 STAGES = gl.constexpr(3)  # slots of queries and dout, and of ds
-LOG2E = gl.constexpr(math.log2(math.e))
 ROWS = gl.constexpr(2)  # numbers of a query: lse and minus delta
 
 
@@ -172,7 +170,7 @@ def _gradients(
         queries = view(R.index(before), dtype, [2, BLOCK, D], matrix).index(0)
         sum_k = warpgroup_mma(ds, queries, sum_k, is_async=True)
         # Of two turns before; in the first two of whatever is there, and not added.
-        mbarrier.wait(ds_theirs.index(two_before), parity_before)
+        mbarrier.wait(ds_theirs.index(two_before), parity_before, pred=g > 1)
         part = _queries_part(DS, KV, two_before, w, scores)
         mbarrier.wait(x_full.index(i), parity)
         s = _product(tile(KV.index(w), D), tiles.index(0), scores)
@@ -248,7 +246,7 @@ def _gradients(
     pair: gl.constexpr = gl.NVMMASharedLayout.get_default_for([2 * BLOCK, D], dtype)
     staged = view(KV, dtype, [2, 2 * BLOCK, D], pair).index(w)
     staged = view(staged, dk.dtype, [fit, BLOCK, D], flat)
-    store_rows(dk, sum_k * (c / LOG2E), staged, b, r, h, D)
+    store_rows(dk, sum_k * (c * 0.6931471805599453), staged, b, r, h, D)  # c: scale / log(2)
     tma.store_wait(pendings=0)
 
 
@@ -288,7 +286,8 @@ def _attention_bwd_long_kernel(
     R = gl.allocate_shared_memory(q.dtype, [STAGES, 2 * BLOCK, D], matrix)
     L = gl.allocate_shared_memory(gl.float32, [ROWS * STAGES] + lse.block_shape, lse.layout)
     N = gl.allocate_shared_memory(gl.int32, [BLOCK], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    N.store(gl.arange(0, BLOCK, layout=gl.BlockedLayout([1], [32], [4], [0])))
+    numbers = gl.arange(0, BLOCK, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    N.store(numbers.to(gl.int32))
     square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK, BLOCK], q.dtype)
     DS = gl.allocate_shared_memory(q.dtype, [2 * STAGES, BLOCK, BLOCK], square)
     kv_full = barriers(1)
@@ -350,25 +349,28 @@ def attention_backward_long(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    out: Tensor,
     lse: Tensor,
+    minus: Tensor,
+    fine: Tensor,
+    sizes: Tensor,
+    sums: Tensor,
     scale: float,
-    dq: Tensor,
     dk: Tensor,
     dv: Tensor,
 ) -> None:
-    """Write ``dq`` [B, T, H, D] and ``dk`` and ``dv`` [B, T, K or H, D], with H of each query head.
+    """Write ``dk`` and ``dv`` [B, T, K or H, D], with H of each query head; add to ``sums``.
 
     Args:
-        dout, q, out: [B, H, T, D], k, v [B, K, T, D], bf16 or fp16 on a Hopper GPU, D 128, none
-            empty, as ``loadable`` returns them.
+        dout, q: [B, H, T, D], k, v [B, K, T, D], bf16 or fp16 on a Hopper GPU, D 128, none empty,
+            as ``loadable`` returns them.
         lse: fp32 [B * H, T rounded up to 64].
+        minus, fine, sizes, sums: of :func:`forge.kernels.attention_fixed_point.prepare`, whose
+            kernel may be directly in front; all else is older.
         dk, dv: fp32 if they are parts, of the dtype of q otherwise.
     """
     batch, heads, tokens, size = q.shape
     parts, kv_heads = dk.shape[2], k.shape[1]
     with on_device(q):
-        minus, fine, sizes, sums = prepare(dout, out, k, v, lse)
         _attention_bwd_long_kernel[(-(-tokens // (2 * BLOCK.value)) * batch * parts,)](
             *(described(t, head_block(size)) for t in (q, k, v, dout)),
             described_row(lse),
@@ -379,7 +381,7 @@ def attention_backward_long(
             *(described(t, rows_block(size)) for t in (dk, dv)),
             batch,
             tokens,
-            scale * LOG2E.value,
+            scale * math.log2(math.e),
             H=heads,
             GROUP=heads // kv_heads,
             HEADS=heads // parts,
@@ -387,4 +389,3 @@ def attention_backward_long(
             maxnreg=REGISTERS.value,
             launch_pdl=True,
         )
-        finish(sums, fine, sizes, scale, dq)

@@ -5,7 +5,10 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from forge.kernels.attention_fixed_point import BITS, MOST
+from forge.kernels import attention_fixed_point
+
+BITS = gl.constexpr(attention_fixed_point.BITS)
+MOST = gl.constexpr(attention_fixed_point.MOST)
 
 
 @gluon.jit

@@ -139,7 +139,10 @@ class Program:
                 barrier.bytes += bytes
                 barrier.arrived += 1
 
-    def wait(self, barrier: Barrier, parity: int) -> None:
+    def wait(self, barrier: Barrier, parity: int, pred: Any = True) -> None:
+        if not pred:
+            return
+
         def over() -> Any:
             # Also copies that another group asks for while this one waits.
             while barrier.copies:

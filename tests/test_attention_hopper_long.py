@@ -37,6 +37,7 @@ SHAPES = [(1, 1, 1, 1), (1, 2, 1, 65), (2, 2, 2, 190), (1, 3, 1, 257), (2, 2, 1,
 @pytest.fixture
 def on_cpu(monkeypatch):
     def change(late, backwards=False):
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
         kernel = OnCPU(KERNEL, late, backwards=backwards)
         monkeypatch.setattr(long, "_attention_bwd_long_kernel", kernel)
         return kernel
@@ -64,7 +65,10 @@ def backward(dout, q, k, v, scale, parts):
     dq = torch.full((batch, tokens, heads, size), math.nan, dtype=q.dtype)
     kind = torch.float32 if parts else q.dtype
     dkv = torch.full((2, batch, tokens, heads if parts else k.shape[1], size), math.nan, dtype=kind)
-    long.attention_backward_long(dout, q, k, v, *forward(q, k, v, scale), scale, dq, *dkv)
+    out, lse = forward(q, k, v, scale)
+    minus, fine, sizes, sums = fixed_point.prepare(dout, out, k, v, lse)
+    long.attention_backward_long(dout, q, k, v, lse, minus, fine, sizes, sums, scale, *dkv)
+    fixed_point.finish(sums, fine, sizes, scale, dq)
     dk, dv = dkv.float().unflatten(3, (k.shape[1], -1)).sum(4).to(q.dtype)
     return [t.transpose(1, 2) for t in (dq, dk, dv)]
 
@@ -123,7 +127,9 @@ def test_the_largest_sums_there_can_be(on_cpu):
     dout = torch.ones(1, 1, 64, 128) * 5
     tensors = [t.bfloat16() for t in (q, k, v)]
     exact = run(
-        lambda *t: attention_reference(*t, 1.0), [t.double().requires_grad_() for t in tensors], dout
+        lambda *t: attention_reference(*t, 1.0),
+        [t.double().requires_grad_() for t in tensors],
+        dout,
     )
     found = backward(dout.bfloat16(), *tensors, 1.0, False)
     assert exact[1].abs().max() > 0.4 * 2 * (5 * 128**0.5) * (6 * 128**0.5) * 2
@@ -155,7 +161,6 @@ def test_attention_takes_this_kernel(on_cpu, monkeypatch, kv, whole):
         monkeypatch.setattr(file, "runs_on_hopper", lambda _, way: way == "backward long")
     monkeypatch.setattr(long, "whole_groups", lambda *_: whole)
     monkeypatch.setattr(runtime, "interpret_cpu", True)
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
     check_attention(packed(1, 2, kv, 70, 128, torch.float16), "cpu")
     assert kernel.launched == 1
     tensors = [t.detach() for t in packed(1, 2, kv, 70, 128, torch.float16)]
