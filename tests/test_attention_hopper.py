@@ -170,12 +170,16 @@ def test_when_they_are_taken(monkeypatch):
         return found
 
     monkeypatch.setattr(
-        attention_tiles, "HOPPER_TOKENS", {"forward": [(1, 512)], "backward": [(1, 9), (20, 30)]}
+        attention_tiles,
+        "HOPPER_TOKENS",
+        {"forward": [(1, 512)], "backward": [(1, 9), (20, 30)], "backward long": [(512, 600)]},
     )
     assert takes() and takes(dtype=torch.float16) and takes(shape=(1, 2, 1, 64))
     assert not takes(shape=(1, 2, 513, 128)) and not takes(shape=(1, 2, 512, 32))
     taken = [n for n in range(40) if takes(direction="backward", shape=(1, 2, n, 128))]
     assert taken == [*range(1, 10), *range(20, 31)]
+    assert takes(direction="backward long")
+    assert not takes(direction="backward long", shape=(1, 2, 512, 64))
     assert not takes(dtype=torch.float32) and not takes(is_cuda=False)
     assert not takes((10, 0)) and not takes((8, 0))
 
@@ -191,9 +195,8 @@ GPU_SHAPES += [(1, 16, 8, 4096, 128)]
 def on_hopper(monkeypatch):
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a Hopper GPU")
-    monkeypatch.setattr(
-        attention_tiles, "HOPPER_TOKENS", dict.fromkeys(("forward", "backward"), [(1, 10**9)])
-    )
+    tokens = {"forward": [(1, 10**9)], "backward": [(1, 10**9)], "backward long": []}
+    monkeypatch.setattr(attention_tiles, "HOPPER_TOKENS", tokens)
 
 
 @pytest.mark.gpu

@@ -31,7 +31,7 @@ interpreted = pytest.mark.skipif(
 )
 # Batch, heads of queries, of keys, tokens: one block of queries and several, an odd number of them,
 # blocks cut off, groups of 1, 2 and 3, up to four turns of the ring of three.
-SHAPES = [(1, 1, 1, 1), (1, 2, 1, 65), (2, 2, 2, 190), (1, 3, 1, 257), (2, 2, 1, 320)]
+SHAPES = [(1, 1, 1, 1), (1, 2, 1, 65), (2, 1, 1, 130), (1, 3, 1, 190), (1, 2, 1, 257)]
 
 
 @pytest.fixture
@@ -92,7 +92,7 @@ def test_on_the_cpu(on_cpu, shape, parts, late):
 
 @interpreted
 def test_programs_in_any_order_give_the_same_bits(on_cpu):
-    tensors = head_major(1, 2, 1, 400, 128, torch.bfloat16)
+    tensors = head_major(1, 1, 1, 300, 128, torch.bfloat16)
     upstream = torch.randn(tensors[0].shape).bfloat16()
     found = []
     for late, backwards in ((False, False), (True, True)):
