@@ -242,7 +242,7 @@ def _atomic_add(ptr: Pointer, x: Tile, sem: str) -> None:
 
 def _rounded(x: Tile) -> Tile:
     """To the nearest 32-bit integer; what NaN, 0 on a GPU, becomes may not matter."""
-    whole = x.tensor.double().round().nan_to_num(12345.0).clamp(-(2**31), 2**31 - 1)
+    whole = x.tensor.double().round().nan_to_num(2.0**30).clamp(-(2**31), 2**31 - 1)
     return Tile(whole.to(torch.int32))
 
 
