@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -70,8 +71,10 @@ class Barriers:
 class Program:
     """One program of a grid."""
 
-    def __init__(self, number: Sequence[int], grid: Sequence[int], late: bool) -> None:
-        self.number, self.grid, self.late = number, grid, late
+    def __init__(
+        self, number: Sequence[int], grid: Sequence[int], late: bool, slow: int = -1
+    ) -> None:
+        self.number, self.grid, self.late, self.slow = number, grid, late, slow
         self.changed = threading.Condition(threading.RLock())
         self.local = threading.local()  # products under way, of a warp group
         self.stores: list[Callable] = []
@@ -87,13 +90,17 @@ class Program:
 
     def specialize(self, parts: Any, warps: Any, _registers: Any) -> None:
         assert len(warps) == len(parts) - 1
-        threads = [threading.Thread(target=self.run, args=part, daemon=True) for part in parts]
+        threads = [
+            threading.Thread(target=self.run, args=(*part, group), daemon=True)
+            for group, part in enumerate(parts)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
 
-    def run(self, fn: Callable, arguments: tuple) -> None:
+    def run(self, fn: Callable, arguments: tuple, group: int) -> None:
+        self.local.late = group == self.slow
         try:
             fn(*arguments)
             assert not self.under_way, "a warp group ends while its products are under way"
@@ -142,6 +149,8 @@ class Program:
     def wait(self, barrier: Barrier, parity: int, pred: Any = True) -> None:
         if not pred:
             return
+        if getattr(self.local, "late", False):
+            time.sleep(0.004)
 
         def over() -> Any:
             # Also copies that another group asks for while this one waits.
@@ -342,10 +351,11 @@ def run_program(
     late: bool,
     instead: dict[str, Any],
     *args: Any,
+    slow: int = -1,
     **options: Any,
 ) -> None:
     """Run one program of a grid; raises what goes wrong in any of its groups of warps."""
-    program = Program(number, grid, late)
+    program = Program(number, grid, late, slow)
     _plain(kernel, _arguments(program) | instead, {})(*args, **options)
     if program.failures:
         raise program.failures[0]
@@ -355,7 +365,8 @@ def run_program(
 class OnCPU:
     """Stands for a kernel, to be launched as it is; ``instead``: of more names in its files.
 
-    ``backwards``: its programs run from the last to the first.
+    ``backwards``: its programs run from the last to the first; ``slow``: which group of warps comes
+    late to all its waits.
     """
 
     def __init__(
@@ -364,9 +375,10 @@ class OnCPU:
         late: bool,
         instead: dict[str, Any] | None = None,
         backwards: bool = False,
+        slow: int = -1,
     ) -> None:
         self.kernel, self.late, self.instead = kernel, late, instead or {}
-        self.backwards = backwards
+        self.backwards, self.slow = backwards, slow
         self.launched = 0
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable:
@@ -383,6 +395,7 @@ class OnCPU:
                     self.late,
                     self.instead,
                     *map(_argument, arguments),
+                    slow=self.slow,
                     **{name: _argument(value) for name, value in options.items()},
                 )
 

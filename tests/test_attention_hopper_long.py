@@ -37,8 +37,9 @@ SHAPES = [(1, 1, 1, 1), (1, 2, 1, 65), (2, 1, 1, 130), (1, 3, 1, 190), (1, 2, 1,
 @pytest.fixture
 def on_cpu(monkeypatch):
     def change(late, backwards=False):
+        """Either warpgroup is behind the other."""
         monkeypatch.setenv("TRITON_INTERPRET", "1")
-        kernel = OnCPU(KERNEL, late, backwards=backwards)
+        kernel = OnCPU(KERNEL, late, backwards=backwards, slow=1 - late)
         monkeypatch.setattr(long, "_attention_bwd_long_kernel", kernel)
         return kernel
 
