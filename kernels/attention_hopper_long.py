@@ -25,19 +25,19 @@ turn g lies in slot g % 3, and completes phase g // 3 of that slot's barriers by
   and the ds of turn g - 1 for the last time. That of the last turn does not come, nor is it waited
   for.
 
-In its turn g a warpgroup waits for the other one's ``ds_full`` of turn g - 2 (to form that part)
-and ``done`` of turn g - 2 (before ds of g takes the place of that of g - 3); warpgroup 0 also for
-``done`` of turn g - 1, before it fills that slot again. The other one arrives at the first two in
-its turns g - 2 and g - 1; at the third at the beginning of its turn g, once it has had ``ds_full``
-of this one's turn g - 2 and the slot of turn g, requested in this one's turn g - 2. So whoever is
-behind, in turns and within one, always goes on. A wait for a turn below 0 is for phase -1, which a
-new barrier has behind it.
+In its turn g a warpgroup waits for the other one's ``ds_full`` of turn g - 2, if there is such a
+turn, to form that part, and for ``done`` of turn g - 2, before ds of g takes the place of that of
+g - 3; warpgroup 0 also for ``done`` of turn g - 1, before it fills that slot again. The other one
+arrives at the first two in its turns g - 2 and g - 1; at the third at the beginning of its turn g,
+once it has had ``ds_full`` of this one's turn g - 2 and the slot of turn g, requested in this one's
+turn g - 2. So whoever is behind, in turns and within one, always goes on.
 
-A wait by parity must not come two phases late, that is, when the other one has arrived for a turn
-three later. For ``ds_full`` of turn g + 1 it needs this one's ``done`` of turn g - 1, which comes
-after the wait for g - 2. ``done`` of g + 1 comes in turn g + 2, which begins with a wait for this
-one's ``ds_full`` of turn g, later than the wait for ``done`` of g - 2; that of g + 2 needs the slot
-of turn g + 2 to be filled, which is after the wait for ``done`` of g - 1.
+A wait by parity must not come two phases late, when the other one has arrived for a turn three
+later. For ``ds_full`` of turn g + 1 it needs this one's ``done`` of turn g - 1, which comes after
+the wait for g - 2. ``done`` of g + 1 comes in turn g + 2, which begins with a wait for this one's
+``ds_full`` of turn g, later than the wait for ``done`` of g - 2, also where that is for a turn
+below 0: for phase -1, which a new barrier has behind it. ``done`` of g + 2 needs the slot of turn
+g + 2 to be filled, which is after the wait for ``done`` of g - 1.
 """
 
 from __future__ import annotations
