@@ -336,12 +336,13 @@ def whole_groups(q: Tensor, k: Tensor) -> bool:
     """Whether a program goes through all query heads that share its keys.
 
     It then leaves whole gradients of them. Where the longest program would take more than its share
-    of all work, each head has programs of its own, which leave parts.
+    of all work, and in groups of 8, for which registers do not suffice, each head has programs of
+    its own, which leave parts.
     """
     batch, heads, tokens, _ = q.shape
     blocks, group = -(-tokens // BLOCK.value), heads // k.shape[1]
     work = batch * heads * (blocks + 1) ** 2 / 4
-    return group * blocks <= 1.1 * work / processors(q)
+    return group <= 4 and group * blocks <= 1.1 * work / processors(q)
 
 
 def attention_backward_long(

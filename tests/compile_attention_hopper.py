@@ -48,13 +48,13 @@ def attention_hopper_kernels(usage: Callable) -> dict[str, dict[str, int]]:
                 attention_hopper_backward.REGISTERS.value,
                 dict(H=16, GROUP=group, STAGES=attention_hopper_backward.STAGES),
             )
-    for heads, dtype in ((1, torch.float32), (2, half)):
+    for heads, dtype in ((1, torch.float32), (2, half), (4, half)):
         found[f"attention_hopper long {heads}"] = _long(usage, heads, dtype)
     return found
 
 
 def _long(usage: Callable, heads: int, dtype: torch.dtype) -> dict[str, int]:
-    """Of groups of two heads, both taken by a program or by programs of their own."""
+    """So many heads of a group are taken by a program."""
     boxes = _described(attention_hopper.head_block(128), torch.bfloat16)
     rows = _described(attention_hopper_backward.rows_block(128), dtype)
     row = _described([1, attention_hopper.BLOCK.value], torch.float32)
@@ -65,7 +65,7 @@ def _long(usage: Callable, heads: int, dtype: torch.dtype) -> dict[str, int]:
         attention_hopper_long._attention_bwd_long_kernel,
         types,
         attention_hopper_long.REGISTERS.value,
-        dict(H=16, GROUP=2, HEADS=heads),
+        dict(H=16, GROUP=max(heads, 2), HEADS=heads),
     )
 
 

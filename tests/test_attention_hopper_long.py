@@ -179,7 +179,8 @@ def test_whether_a_program_takes_all_heads_that_share_keys(monkeypatch):
 
     # The longest program of 2048 tokens would be twice what a multiprocessor has to do.
     assert not whole(1, 16, 8, 2048) and whole(1, 16, 8, 4096) and whole(2, 16, 8, 2048)
-    assert not whole(1, 32, 4, 4096) and whole(1, 32, 4, 16_384)
+    assert not whole(1, 32, 8, 2048) and whole(1, 32, 8, 4096)
+    assert not whole(1, 32, 4, 16_384)
 
 
 def test_it_is_off():
