@@ -5,7 +5,7 @@ one launch. Where query heads that share keys are spread over programs, each lea
 its keys' gradients.
 
 On Hopper other kernels may take their place: kernels/attention_hopper_backward.py that of the large
-one, kernels/attention_hopper_long.py that of all but the sum of parts.
+one, kernels/attention_hopper_backward_long.py that of all but the sum of parts.
 """
 
 from __future__ import annotations
@@ -247,9 +247,9 @@ def attention_backward(
     batch, heads, tokens, size = q.shape
     kv_heads, early = k.shape[1], early_launch(q)
     tile, common = _backward_tile(q), common_options(q, k)
-    long, hopper = runs_on_hopper(q, "backward long"), runs_on_hopper(q, "backward")
+    long, hopper = runs_on_hopper(q, "long backward"), runs_on_hopper(q, "backward")
     if long:
-        from forge.kernels.attention_hopper_long import attention_backward_long, whole_groups
+        from forge.kernels.attention_hopper_backward_long import attention_backward_long, whole_groups
 
         split = kv_heads < heads and not whole_groups(q, k)
     else:

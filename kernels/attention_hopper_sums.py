@@ -1,4 +1,4 @@
-"""What kernels/attention_hopper_long.py does with the sums of attention_fixed_point.py."""
+"""What kernels/attention_hopper_backward_long.py does with the sums of attention_fixed_point.py."""
 
 from __future__ import annotations
 

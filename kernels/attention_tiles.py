@@ -12,12 +12,12 @@ from torch import Tensor
 from forge.kernels.runtime import INTERPRETED, tl, triton
 
 # From so many tokens to so many the kernels for Hopper run, measured (results/LOG.md): forward
-# kernels/attention_hopper.py, backward kernels/attention_hopper_backward.py, "backward long", which
-# goes first, kernels/attention_hopper_long.py (head size 128; not measured yet).
+# kernels/attention_hopper.py, backward kernels/attention_hopper_backward.py, "long backward", which
+# goes first, kernels/attention_hopper_backward_long.py (head size 128; not measured yet).
 HOPPER_TOKENS: dict[str, list[tuple[float, float]]] = {
     "forward": [(1, 1024)],
     "backward": [(1, 512), (2048, math.inf)],
-    "backward long": [],
+    "long backward": [],
 }
 
 
@@ -31,7 +31,7 @@ def runs_on_hopper(q: Tensor, direction: str) -> bool:
     return (
         q.is_cuda
         and any(least <= q.shape[2] <= most for least, most in HOPPER_TOKENS[direction])
-        and q.shape[3] in ((128,) if direction == "backward long" else (64, 128))
+        and q.shape[3] in ((128,) if direction == "long backward" else (64, 128))
         and q.dtype in (torch.bfloat16, torch.float16)
         and _is_hopper(q.get_device())
     )

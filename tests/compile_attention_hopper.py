@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from forge.kernels import attention_hopper, attention_hopper_backward, attention_hopper_long
+from forge.kernels import attention_hopper, attention_hopper_backward, attention_hopper_backward_long
 
 _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
@@ -49,7 +49,7 @@ def attention_hopper_kernels(usage: Callable) -> dict[str, dict[str, int]]:
                 dict(H=16, GROUP=group, STAGES=attention_hopper_backward.STAGES),
             )
     for heads, dtype in ((1, torch.float32), (2, half), (4, half)):
-        found[f"attention_hopper long {heads}"] = _long(usage, heads, dtype)
+        found[f"attention_hopper long backward {heads}"] = _long(usage, heads, dtype)
     return found
 
 
@@ -62,9 +62,9 @@ def _long(usage: Callable, heads: int, dtype: torch.dtype) -> dict[str, int]:
     types |= dict(fine_ptr="*fp32", sizes_ptr="*i32", sums_ptr="*i64", dk=rows, dv=rows, c="fp32")
     return _kernel(
         usage,
-        attention_hopper_long._attention_bwd_long_kernel,
+        attention_hopper_backward_long._attention_bwd_hopper_long_kernel,
         types,
-        attention_hopper_long.REGISTERS.value,
+        attention_hopper_backward_long.REGISTERS.value,
         dict(H=16, GROUP=max(heads, 2), HEADS=heads),
     )
 

@@ -137,7 +137,7 @@ def test_attention_takes_these_kernels(on_cpu, monkeypatch, kv, late):
         pytest.skip("the kernels around them need Triton's interpreter")
     kernels = on_cpu(late)
     for file in (module, backward_module):
-        monkeypatch.setattr(file, "runs_on_hopper", lambda _, way: way != "backward long")
+        monkeypatch.setattr(file, "runs_on_hopper", lambda _, way: way != "long backward")
     monkeypatch.setattr(runtime, "interpret_cpu", True)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     check_attention(packed(2, 2, kv, 130, 64, torch.float16), "cpu")
@@ -172,14 +172,14 @@ def test_when_they_are_taken(monkeypatch):
     monkeypatch.setattr(
         attention_tiles,
         "HOPPER_TOKENS",
-        {"forward": [(1, 512)], "backward": [(1, 9), (20, 30)], "backward long": [(512, 600)]},
+        {"forward": [(1, 512)], "backward": [(1, 9), (20, 30)], "long backward": [(512, 600)]},
     )
     assert takes() and takes(dtype=torch.float16) and takes(shape=(1, 2, 1, 64))
     assert not takes(shape=(1, 2, 513, 128)) and not takes(shape=(1, 2, 512, 32))
     taken = [n for n in range(40) if takes(direction="backward", shape=(1, 2, n, 128))]
     assert taken == [*range(1, 10), *range(20, 31)]
-    assert takes(direction="backward long")
-    assert not takes(direction="backward long", shape=(1, 2, 512, 64))
+    assert takes(direction="long backward")
+    assert not takes(direction="long backward", shape=(1, 2, 512, 64))
     assert not takes(dtype=torch.float32) and not takes(is_cuda=False)
     assert not takes((10, 0)) and not takes((8, 0))
 
@@ -195,7 +195,7 @@ GPU_SHAPES += [(1, 16, 8, 4096, 128)]
 def on_hopper(monkeypatch):
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a Hopper GPU")
-    tokens = {"forward": [(1, 10**9)], "backward": [(1, 10**9)], "backward long": []}
+    tokens = {"forward": [(1, 10**9)], "backward": [(1, 10**9)], "long backward": []}
     monkeypatch.setattr(attention_tiles, "HOPPER_TOKENS", tokens)
 
 

@@ -23,7 +23,7 @@ from .test_attention_hopper import ENDS
 
 pytest.importorskip("triton")
 pytest.importorskip("triton.experimental.gluon")
-long = pytest.importorskip("forge.kernels.attention_hopper_long")
+long = pytest.importorskip("forge.kernels.attention_hopper_backward_long")
 fixed_point = pytest.importorskip("forge.kernels.attention_fixed_point")
 
 interpreted = pytest.mark.skipif(
@@ -40,13 +40,13 @@ def on_cpu(monkeypatch):
         """Either warpgroup is behind the other."""
         monkeypatch.setenv("TRITON_INTERPRET", "1")
         kernel = OnCPU(KERNEL, late, backwards=backwards, slow=1 - late)
-        monkeypatch.setattr(long, "_attention_bwd_long_kernel", kernel)
+        monkeypatch.setattr(long, "_attention_bwd_hopper_long_kernel", kernel)
         return kernel
 
     return change
 
 
-KERNEL = long._attention_bwd_long_kernel
+KERNEL = long._attention_bwd_hopper_long_kernel
 
 
 def forward(q, k, v, scale):
@@ -159,7 +159,7 @@ def test_what_is_not_finite_stays_so(on_cpu):
 def test_attention_takes_this_kernel(on_cpu, monkeypatch, kv, whole):
     kernel = on_cpu(True)
     for file in (module, backward_module):
-        monkeypatch.setattr(file, "runs_on_hopper", lambda _, way: way == "backward long")
+        monkeypatch.setattr(file, "runs_on_hopper", lambda _, way: way == "long backward")
     monkeypatch.setattr(long, "whole_groups", lambda *_: whole)
     monkeypatch.setattr(runtime, "interpret_cpu", True)
     check_attention(packed(1, 2, kv, 70, 128, torch.float16), "cpu")
@@ -185,7 +185,7 @@ def test_whether_a_program_takes_all_heads_that_share_keys(monkeypatch):
 
 def test_it_is_off():
     """Until it has been measured."""
-    assert attention_tiles.HOPPER_TOKENS["backward long"] == []
+    assert attention_tiles.HOPPER_TOKENS["long backward"] == []
 
 
 # -- on a GPU ---------------------------------------------------------------------------------
@@ -198,7 +198,7 @@ GPU_SHAPES += [(1, 16, 8, 4096), (1, 2, 2, 4001)]
 def on_hopper(monkeypatch):
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a Hopper GPU")
-    tokens = {"forward": [], "backward": [], "backward long": [(1, 10**9)]}
+    tokens = {"forward": [], "backward": [], "long backward": [(1, 10**9)]}
     monkeypatch.setattr(attention_tiles, "HOPPER_TOKENS", tokens)
 
 

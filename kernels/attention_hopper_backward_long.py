@@ -251,7 +251,7 @@ def _gradients(
 
 
 @gluon.jit(do_not_specialize=["B", "T"])
-def _attention_bwd_long_kernel(
+def _attention_bwd_hopper_long_kernel(
     q,  # descriptors: boxes [1, 1, 64, D] of [B, heads, T, D]
     k,
     v,
@@ -372,7 +372,7 @@ def attention_backward_long(
     batch, heads, tokens, size = q.shape
     parts, kv_heads = dk.shape[2], k.shape[1]
     with on_device(q):
-        _attention_bwd_long_kernel[(-(-tokens // (2 * BLOCK.value)) * batch * parts,)](
+        _attention_bwd_hopper_long_kernel[(-(-tokens // (2 * BLOCK.value)) * batch * parts,)](
             *(described(t, head_block(size)) for t in (q, k, v, dout)),
             described_row(lse),
             described_row(minus),
