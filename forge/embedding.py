@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from forge.linear import FusedLayer, Slot, active_slot, graph_break, slot_of
+from forge.linear import FusedLayer, Slot, active_slot, slot_of
 
 
 class EmbeddingFunction(torch.autograd.Function):
@@ -54,10 +54,7 @@ class ForgeEmbedding(FusedLayer, nn.Embedding):
 
     def forward(self, input: Tensor) -> Tensor:
         if torch.compiler.is_dynamo_compiling():
-            training = torch.is_grad_enabled() and self.weight.requires_grad
-            if training and not torch.compiler.is_exporting():
-                return graph_break(self, input)
-            return super().forward(input)
+            return self.traced(input)
         weight = self._parameters.get("weight")
         slot = active_slot(weight, input)
         if slot is None or not _is_plain(self):

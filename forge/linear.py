@@ -204,6 +204,16 @@ def refuse_create_graph(name: str) -> NoReturn:
     )
 
 
+def saved(ctx: Any, slot: Slot) -> tuple[Tensor, ...]:
+    """The saved tensors of a node; if an update has changed one since, the error says so."""
+    try:
+        return ctx.saved_tensors
+    except RuntimeError:  # changed in place, by whom autograd cannot say; or freed
+        if slot.updated:
+            refuse_second_backward(slot.name)
+        raise
+
+
 class LinearFunction(torch.autograd.Function):
     """``y = x W^T + b`` whose backward gives ``x`` and ``dy`` to the weight's slot, not ``dW``."""
 
@@ -229,12 +239,7 @@ class LinearFunction(torch.autograd.Function):
         slot = ctx.slot
         if _grad_enabled():
             refuse_create_graph(slot.name)
-        try:
-            x, weight = ctx.saved_tensors
-        except RuntimeError:  # changed in place since: by whom, autograd cannot say
-            if slot.updated:
-                refuse_second_backward(slot.name)
-            raise
+        x, weight = saved(ctx, slot)
         need_x, need_weight, need_bias, _, _ = ctx.needs_input_grad
         dx = dw = db = None
         if need_x:
@@ -257,11 +262,22 @@ class FusedLayer:
     """What layers have in common that hand their weight's gradient to its slot."""
 
     plain: type[nn.Module]  # the class of their copies, which have no slot
+    weight: Tensor
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # In the form of protocol 1, which may name another class than the object's.
         build, args, *rest = cast(tuple, super().__reduce_ex__(1))
         return build, tuple(self.plain if arg is type(self) else arg for arg in args), *rest
+
+    def traced(self, input: Tensor) -> Tensor:
+        """The output while the compiler traces, which has no side effects: no slots here."""
+        training = torch.is_grad_enabled() and self.weight.requires_grad
+        # Not is_exporting(), which up to torch 2.11 is always true to the compiler.
+        if training and not torch.compiler._is_exporting_flag:
+            from forge.graph_break import graph_break
+
+            return graph_break(cast(nn.Module, self), input)
+        return self.plain.forward(cast(nn.Module, self), input)
 
 
 def active_slot(weight: Tensor | None, input: Any) -> Slot | None:
@@ -299,11 +315,7 @@ class ForgeLinear(FusedLayer, nn.Linear):
     def forward(self, input: Tensor, unsummed: bool = False) -> Tensor:
         """``x W^T + b``; ``unsummed`` as in :func:`forge.kernels.linear_auto.linear_forward`."""
         if torch.compiler.is_dynamo_compiling():
-            # What the compiler traces has no side effects: no slots here.
-            training = torch.is_grad_enabled() and self.weight.requires_grad
-            if training and not torch.compiler.is_exporting():
-                return graph_break(self, input)
-            return F.linear(input, self.weight, self.bias)
+            return self.traced(input)
         # From the dict: an attribute of a module costs five times as much, in every layer.
         parameters = self._parameters
         weight = parameters.get("weight")
@@ -326,12 +338,6 @@ def _autocasts(input: Tensor) -> bool:
         and input.is_floating_point()
         and input.dtype != torch.float64
     )
-
-
-@torch.compiler.disable(reason="forge updates weights inside backward: no fullgraph=True here")
-def graph_break(layer: nn.Module, input: Tensor) -> Tensor:
-    """The eager forward: the compiler must not trace a backward that has side effects."""
-    return layer.forward(input)
 
 
 def fuse_linears(model: nn.Module) -> list[nn.Linear]:

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
+from forge.deferred import refuse_second_backward
 from forge.kernels.linear_auto import linear_backward, linear_forward
 from forge.kernels.rms_norm import NormAgain
 from forge.linear import ForgeLinear, Slot, slot_of
@@ -121,6 +122,9 @@ class PackedLinearFunction(torch.autograd.Function):
                 "forge.optimize(model, undo=True) restores plain ones"
             )
         if [w._version for w in weights] != ctx.versions:
+            for slot in ctx.slots:
+                if slot is not None and slot.updated:
+                    refuse_second_backward(slot.name)
             raise RuntimeError(
                 "a packed weight was changed in place after the forward pass (by an optimizer's "
                 "step?): its layer's input gradient would be wrong"

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from forge.kernels.linear_auto import linear_backward, linear_forward
 from forge.kernels.runtime import as_rows, runs_triton
 from forge.kernels.swiglu import packed_swiglu, swiglu_backward, swiglu_forward
-from forge.linear import ForgeLinear, Slot, active_slot, refuse_create_graph
+from forge.linear import ForgeLinear, Slot, active_slot, refuse_create_graph, saved
 from forge.packed_linear import is_plain, plain_weight
 
 
@@ -33,7 +33,7 @@ class SwiGLULinearFunction(torch.autograd.Function):
     def backward(ctx, dy: Tensor):
         if torch.is_grad_enabled():
             refuse_create_graph(ctx.slot.name)
-        gate_up, weight = ctx.saved_tensors
+        gate_up, weight = saved(ctx, ctx.slot)
         gate_up = grad = gate_up.detach()
         need_gate_up, need_weight, *_ = ctx.needs_input_grad
         # A kept graph will read it again.

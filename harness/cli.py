@@ -103,9 +103,10 @@ def main() -> None:
 
 def _interrupt_again(lost: Any) -> None:
     # Ctrl-C during a garbage collection is raised in the next Python code, a finalizer often, and
-    # what a finalizer raises is dropped: once more, when it has ended.
+    # what a finalizer raises is dropped: once more, when it has ended, and this function too, on a
+    # busy machine.
     if lost.exc_type is KeyboardInterrupt:
-        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
     else:
         sys.__unraisablehook__(lost)
 

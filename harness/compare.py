@@ -10,7 +10,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from forge.harness import leaderboard, options, records
+from forge.harness import leaderboard, noise, options, records
 from forge.harness.noise import Spread, spread
 from forge.harness.options import RESULTS
 from forge.harness.records import Record
@@ -99,6 +99,9 @@ def cautions(a: list[Record], b: list[Record], found: list[Comparison]) -> list[
         sides = [{str(record.environment.get(name, "")) for record in side} for side in (a, b)]
         said += _difference(name, *sides)
     for label, side in (("A", a), ("B", b)):
+        for run in records.by_run(side).values():
+            if mark := noise.drift_note(noise.drift_pct(run) or 0.0):
+                said.append(f"{label}: {mark}, of {noise.witness(run)[0].row}")
         if any(record.environment.get("dirty") for record in side):
             said.append(f"{label} was measured on a checkout with changes")
     if any(comparison.one_pass for comparison in found):

@@ -17,7 +17,7 @@ At 512 tokens a step waits for its longest program, not for the tensor cores. So
 and the long ones start first; keys' and queries' gradients are formed by different programs of one
 launch, each from scores of its own: two products of seven are done twice, nothing is added up by
 atomics, and two runs give the same bits. Kernels made for Hopper, which may take the place of
-these, are in attention_hopper.py and attention_hopper_backward.py.
+these, are in attention_hopper.py, attention_hopper_long.py and attention_hopper_backward.py.
 """
 
 from __future__ import annotations
@@ -133,7 +133,11 @@ def attention_forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Te
     lse = torch.empty((batch * heads, pitch), dtype=torch.float32, device=q.device)
     tile = _forward_tile(q)
     q, k, v = map(loadable, (q, k, v))
-    if out.numel() and runs_on_hopper(q, "forward"):
+    if out.numel() and runs_on_hopper(q, "long forward"):
+        from forge.kernels.attention_hopper_long import attention_forward_hopper_long
+
+        attention_forward_hopper_long(q, k, v, scale, out, lse)
+    elif out.numel() and runs_on_hopper(q, "forward"):
         from forge.kernels.attention_hopper import attention_forward_hopper
 
         attention_forward_hopper(q, k, v, scale, out, lse)

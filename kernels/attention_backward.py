@@ -249,7 +249,10 @@ def attention_backward(
     tile, common = _backward_tile(q), common_options(q, k)
     long, hopper = runs_on_hopper(q, "long backward"), runs_on_hopper(q, "backward")
     if long:
-        from forge.kernels.attention_hopper_backward_long import attention_backward_long, whole_groups
+        from forge.kernels.attention_hopper_backward_long import (
+            attention_backward_long,
+            whole_groups,
+        )
 
         split = kv_heads < heads and not whole_groups(q, k)
     else:

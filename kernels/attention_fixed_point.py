@@ -20,9 +20,9 @@ the largest ones.
 A query whose gradient is not finite (or 2^124 and more) gets NaN, and all queries of a head do for
 a key or value that is not finite.
 
-The sums lie as the warps of kernels/attention_hopper_backward_long.py add to them: of a head and 64 queries
-[halves of D, 16, 128 threads], a pair of neighbours each, as one number of 64 bits: high * 2^32 +
-low, both with signs. Who adds such numbers adds both.
+The sums lie as the warps of kernels/attention_hopper_backward_long.py add to them: of a head and
+64 queries [halves of D, 16, 128 threads], a pair of neighbours each, as one number of 64 bits:
+high * 2^32 + low, both with signs. Who adds such numbers adds both.
 """
 
 from __future__ import annotations

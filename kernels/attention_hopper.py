@@ -100,7 +100,7 @@ def request(x, b, h, start, barrier, slot):
 
 
 @gluon.jit
-def _row_max(x, layout: gl.constexpr):
+def row_max(x, layout: gl.constexpr):
     """The largest of each row, in ``layout``; by halves: one after the other they would wait."""
     for _ in gl.static_range(3):
         a, b = halves(x)
@@ -109,7 +109,7 @@ def _row_max(x, layout: gl.constexpr):
 
 
 @gluon.jit
-def _row_sum(x, layout: gl.constexpr):
+def row_sum(x, layout: gl.constexpr):
     """The sum of each row, in ``layout``."""
     for _ in gl.static_range(3):
         a, b = halves(x)
@@ -161,10 +161,10 @@ def _attend(
     s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
     seen = (key[None, :] <= t[:, None]) & (key >= 0)[None, :]
     s = gl.where(seen, s, float("-inf"))
-    m = _row_max(s, rows) * c
+    m = row_max(s, rows) * c
     # Without any key m stays minus infinity, and every p is zero.
     p = exp2(s * c - gl.where(m == float("-inf"), 0.0, m)[:, None])
-    total = _row_sum(p, rows)
+    total = row_sum(p, rows)
     p = gl.convert_layout(p.to(dtype), operand)
     acc = gl.zeros((BLOCK, D), dtype=gl.float32, layout=result)
     for i in range(1, turns):
@@ -174,12 +174,12 @@ def _attend(
         mbarrier.wait(v_full.index(before), ((i - 1) // STAGES) & 1)
         acc = warpgroup_mma(p, tile(V.index(before), D), acc, is_async=True)
         s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))
-        larger = gl.maximum(m, _row_max(s, rows) * c)
+        larger = gl.maximum(m, row_max(s, rows) * c)
         r = exp2(s * c - larger[:, None])
         shrink = exp2(m - larger)
         m = larger
         # The exponentials are to run beside the product that is under way.
-        total = before_next_wait(total * shrink + _row_sum(r, rows))
+        total = before_next_wait(total * shrink + row_sum(r, rows))
         r = gl.convert_layout(r.to(dtype), operand)
         acc, p = warpgroup_mma_wait(num_outstanding=0, deps=(acc, p))
         acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, result))[:, None]

@@ -12,10 +12,12 @@ from torch import Tensor
 from forge.kernels.runtime import INTERPRETED, tl, triton
 
 # From so many tokens to so many the kernels for Hopper run, measured (results/LOG.md): forward
-# kernels/attention_hopper.py, backward kernels/attention_hopper_backward.py, "long backward", which
-# goes first, kernels/attention_hopper_backward_long.py (head size 128; not measured yet).
+# kernels/attention_hopper.py or, looked at first, attention_hopper_long.py; backward
+# attention_hopper_backward.py or, looked at first and for head size 128, that of
+# attention_hopper_backward_long.py. Those for long sequences are not measured yet.
 HOPPER_TOKENS: dict[str, list[tuple[float, float]]] = {
     "forward": [(1, 1024)],
+    "long forward": [],
     "backward": [(1, 512), (2048, math.inf)],
     "long backward": [],
 }

@@ -29,6 +29,7 @@ from forge.kernels.runtime import (
     on_device,
     power_of_2,
     runs_triton,
+    saved_tensors,
     tl,
     triton,
     wide_product,
@@ -192,7 +193,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dloss: Tensor):
-        hidden, weight, labels, count, lse, target = ctx.saved_tensors
+        hidden, weight, labels, count, lse, target = saved_tensors(ctx)
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         dhidden = dweight = None
         x = _scaled(hidden, dloss, hidden.dtype) if ctx.late and need_weight else hidden

@@ -29,6 +29,7 @@ from forge.kernels.runtime import (
     power_of_2,
     processors,
     runs_triton,
+    saved_tensors,
     tl,
     triton,
 )
@@ -335,7 +336,7 @@ class RMSNormFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dy: Tensor | None, dh: Tensor | None = None):
-        h, weight = ctx.saved_tensors
+        h, weight = saved_tensors(ctx)
         dx, dw, again = dh, None, ctx.again
         if dy is not None:
             need_weight = ctx.needs_input_grad[1]

@@ -97,6 +97,20 @@ def power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
+def saved_tensors(ctx: Any) -> tuple[Tensor, ...]:
+    """The saved tensors of a node that hands its weight's gradient to ``ctx.collect``, if given."""
+    try:
+        return ctx.saved_tensors
+    except RuntimeError as error:
+        if ctx.collect is not None and "inplace operation" in str(error):
+            raise RuntimeError(
+                "second backward before step()? What this one needs, a weight perhaps, was changed "
+                "in place after the forward pass, as an update inside backward does. To "
+                "differentiate a graph twice build the optimizer with update='step'"
+            ) from error
+        raise
+
+
 def as_rows(t: Tensor) -> Tensor:
     """``t`` as rows [M, C] whose elements lie side by side; their pitch is free."""
     t = t.reshape(-1, t.shape[-1])

@@ -8,7 +8,12 @@ from typing import Any
 import torch
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from forge.kernels import attention_hopper, attention_hopper_backward, attention_hopper_backward_long
+from forge.kernels import (
+    attention_hopper,
+    attention_hopper_backward,
+    attention_hopper_backward_long,
+    attention_hopper_long,
+)
 
 _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
@@ -18,7 +23,10 @@ def _described(block: list[int], dtype: torch.dtype) -> str:
 
 
 def attention_hopper_kernels(usage: Callable) -> dict[str, dict[str, int]]:
-    """``usage`` of both directions; of the gradients also where keys' and values' are not parts."""
+    """``usage`` of both directions, forward of both kernels.
+
+    Of the gradients also where those of keys and values are not parts.
+    """
     found = {}
     half = torch.bfloat16
     for size in (64, 128):
@@ -33,6 +41,15 @@ def attention_hopper_kernels(usage: Callable) -> dict[str, dict[str, int]]:
             types,
             attention_hopper.REGISTERS.value,
             dict(H=16, GROUP=2, STAGES=attention_hopper.STAGES),
+        )
+        keys = _described(attention_hopper_long.keys_block(size), half)
+        rows = _described(attention_hopper_long.rows_block(size), half)
+        found[f"attention_hopper long {size}"] = _kernel(
+            usage,
+            attention_hopper_long._attention_fwd_hopper_long_kernel,
+            types | dict(k=keys, v=keys, out=rows),
+            None,
+            dict(H=16, GROUP=2, STAGES=attention_hopper_long.STAGES),
         )
         for group, dtype in ((1, half), (2, torch.float32)):
             rows = _described(attention_hopper_backward.rows_block(size), dtype)
@@ -73,7 +90,7 @@ def _kernel(
     usage: Callable,
     kernel: Any,
     types: dict[str, str],
-    registers: int,
+    registers: int | None,
     constants: dict[str, Any],
 ) -> dict[str, int]:
     names = kernel.arg_names

@@ -32,7 +32,7 @@ def compiled(*arguments):
 
 
 def test_no_kernel_spills(kernels):
-    assert len(kernels) >= 84 and sum(name.endswith("int8") for name in kernels) >= 20
+    assert len(kernels) >= 86 and sum(name.endswith("int8") for name in kernels) >= 20
     spilled = {name: k for name, k in kernels.items() if k["stack"] or k["local"]}
     # Two thirds of a Hopper program's registers hold a tile and a unit's new states. For AdamW that
     # suffices; rules of more terms keep up to 26 numbers a thread elsewhere, of 256 a tile.
@@ -118,7 +118,7 @@ def test_products_of_attention_overlap_with_exponentials(kernels):
     for name, kernel in kernels.items():
         if name.startswith("attention_hopper"):
             # Of both groups of warps: forward before, twice in and behind the loop.
-            written = 2 * (6 if "backward" in name or "long" in name else 4)
+            written = 2 * (6 if "backward" in name else 4)
             assert kernel["product_waits"] == written < kernel["products"] / 3, name
 
 
@@ -147,8 +147,7 @@ def test_registers_and_shared_memory(kernels):
         elif name.startswith("attention_hopper"):
             # Two groups of four warps, one program an SM; forward leaves a third of its registers
             # to the kernels in front and behind.
-            all_of_them = "backward" in name or "long" in name
-            assert kernel["registers"] <= (255 if all_of_them else 168), name
+            assert kernel["registers"] <= (255 if "backward" in name else 168), name
             assert kernel["shared"] <= 227 * 1024, name
         elif name.startswith("attention"):
             # Two programs of 128 threads on an SM, which takes 1 KB more for each.

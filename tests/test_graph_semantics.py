@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import forge
 from adamw_net import LR, Net, assert_same, batch, pair, train
 from forge import ForgeAdamW
 
@@ -138,3 +139,26 @@ def test_a_group_added_after_steps(update):
     assert_same(ours, plain, 5)
     assert [optimizer.state[p]["step"].item() for p in ours.extra.parameters()] == [3, 3]
     assert optimizer.state[ours.up.weight]["step"] == 5
+
+
+@pytest.mark.parametrize("part", ["loss", "layers"])
+@pytest.mark.parametrize(
+    "device", ["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True
+)
+def test_a_kept_graph_of_an_optimized_model(device, part):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Qwen3Config(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=16, tie_word_embeddings=True,
+    )  # fmt: skip
+    model = forge.optimize(transformers.Qwen3ForCausalLM(config).to(device))
+    optimizer = ForgeAdamW(model, lr=LR)
+    ids = torch.randint(64, (1, 5), device=device)
+    if part == "loss":
+        loss = model(input_ids=ids, labels=ids).loss
+    else:
+        loss = model.model(input_ids=ids).last_hidden_state.square().mean()
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="second backward before step.*update='step'"):
+        loss.backward()
+    optimizer.step()
