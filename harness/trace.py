@@ -38,7 +38,7 @@ _NAMES = tuple(
             r"|_advance_kernel|multi_tensor_apply|_fused_adam",
         ),
         ("update", r"_(adam|adamw)_kernel|kOptimizer|quantize_kernel|_ecc_bits|_reconstruct_fp32"),
-        ("attention", r"_attention_(fwd|delta|bwd)_kernel|_sum_heads_kernel"),
+        ("attention", r"_attention_\w+_kernel|_sum_heads_kernel"),
         ("attention", r"sdpa|flash|fmha|scaled_dot_product"),
         ("loss", r"cross_entropy|nll_loss|log_?softmax|element_mul_kernel"),
         ("norm", r"rms_?norm|layer_?norm|rope|rotary|swiglu|geglu|silu|gelu"),

@@ -4,8 +4,8 @@ The longest programs start first; keys' and queries' gradients are formed by dif
 one launch. Where query heads that share keys are spread over programs, each leaves a part, fp32, of
 its keys' gradients.
 
-Up to some tokens another kernel takes the place of the large one on Hopper:
-kernels/attention_hopper_backward.py.
+On Hopper other kernels may take their place: kernels/attention_hopper_backward.py that of the large
+one, kernels/attention_hopper_backward_long.py that of all but the sum of parts.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import math
 import torch
 from torch import Tensor
 
+from forge.kernels.attention_fixed_point import finish, prepare
 from forge.kernels.attention_tiles import (
     addressed,
     common_options,
@@ -246,30 +247,43 @@ def attention_backward(
     batch, heads, tokens, size = q.shape
     kv_heads, early = k.shape[1], early_launch(q)
     tile, common = _backward_tile(q), common_options(q, k)
-    hopper = runs_on_hopper(q, "backward")
-    split = kv_heads < heads if hopper else _splits(q, k)
+    long, hopper = runs_on_hopper(q, "long backward"), runs_on_hopper(q, "backward")
+    if long:
+        from forge.kernels.attention_hopper_backward_long import (
+            attention_backward_long,
+            whole_groups,
+        )
+
+        split = kv_heads < heads and not whole_groups(q, k)
+    else:
+        split = kv_heads < heads if hopper else _splits(q, k)
     dq = torch.empty((batch, tokens, heads, size), dtype=q.dtype, device=q.device)
     shape, kept = (2, batch, tokens, kv_heads, size), q.dtype
     if split:
         shape, kept = (2, batch, tokens, heads, size), torch.float32
     parts = dq.new_empty(shape, dtype=kept)
     dkv = dq.new_empty((2, batch, tokens, kv_heads, size)) if split and whole else parts
-    delta = torch.empty_like(lse)
     if dq.numel():
         dout, q, k, v = map(loadable, (dout, q, k, v))
         with on_device(q):
-            _attention_delta_kernel[(batch * heads, lse.shape[1] // _DELTA_ROWS)](
-                addressed(dout),
-                addressed(out),
-                delta,
-                tokens,
-                delta.shape[1],
-                H=heads,
-                D=size,
-                ROWS=_DELTA_ROWS,
-                **early,
-            )
-            if hopper:
+            if not long:
+                delta = torch.empty_like(lse)
+                _attention_delta_kernel[(batch * heads, lse.shape[1] // _DELTA_ROWS)](
+                    addressed(dout),
+                    addressed(out),
+                    delta,
+                    tokens,
+                    delta.shape[1],
+                    H=heads,
+                    D=size,
+                    ROWS=_DELTA_ROWS,
+                    **early,
+                )
+            if long:
+                minus, fine, sizes, sums = prepare(dout, out, k, v, lse)
+                attention_backward_long(dout, q, k, v, lse, minus, fine, sizes, sums, scale, *parts)
+                finish(sums, fine, sizes, scale, dq)
+            elif hopper:
                 from forge.kernels.attention_hopper_backward import attention_backward_hopper
 
                 attention_backward_hopper(dout, q, k, v, lse, delta, scale, dq, *parts)

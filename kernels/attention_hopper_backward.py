@@ -113,7 +113,7 @@ def _product(a, b, layout: gl.constexpr):
 
 
 @gluon.jit
-def _row(L, i, layout: gl.constexpr):
+def row_of(L, i, layout: gl.constexpr):
     """64 numbers of the queries of a slot."""
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     return view(L.index(i), gl.float32, [BLOCK], flat).load(layout)
@@ -181,7 +181,7 @@ def _gradients(
         mbarrier.wait(merged.index(0), 0)
         sum_q += X.load(result)
         # Neither reads the tile of q any more: the result goes there.
-        _store_rows(dq, sum_q * scale, view(S.index(0), dtype, [1, BLOCK, D], matrix), b, r, h, D)
+        store_rows(dq, sum_q * scale, view(S.index(0), dtype, [1, BLOCK, D], matrix), b, r, h, D)
 
     # Those of the keys and values.
     sum_k = gl.zeros((BLOCK, D), dtype=gl.float32, layout=result)
@@ -196,14 +196,14 @@ def _gradients(
         mbarrier.wait(y_full.index(i), parity)
         dp = _product(tile(S.index(3), D), tiles.index(1), scores)
         s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))
-        p = exp2(s * c - _row(L, 2 * i, columns)[None, :])
+        p = exp2(s * c - row_of(L, 2 * i, columns)[None, :])
         if w == 1:
             if g == first:
                 p = gl.where(down[:, None] <= across[None, :], p, 0.0)
         pb = gl.convert_layout(p.to(dtype), operand)
         sum_v = warpgroup_mma(pb, tiles.index(1), sum_v, is_async=True)
         dp = warpgroup_mma_wait(num_outstanding=1, deps=(dp,))
-        ds = p * (dp - _row(L, 2 * i + 1, columns)[None, :])
+        ds = p * (dp - row_of(L, 2 * i + 1, columns)[None, :])
         ds = gl.convert_layout(ds.to(dtype), operand)
         sum_k = warpgroup_mma(ds, tiles.index(0), sum_k, is_async=True)
         sum_v, sum_k, pb, ds = warpgroup_mma_wait(num_outstanding=0, deps=(sum_v, sum_k, pb, ds))
@@ -233,14 +233,14 @@ def _gradients(
     flat: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK, D], dk.dtype)
     staged = view(R.index(w * STAGES + 1), dk.dtype, [fit, BLOCK, D], flat)
     if w == 0:
-        _store_rows(dv, kept, staged, b, r, h, D)
+        store_rows(dv, kept, staged, b, r, h, D)
     else:
-        _store_rows(dk, kept * scale, staged, b, r, h, D)
+        store_rows(dk, kept * scale, staged, b, r, h, D)
     tma.store_wait(pendings=0)
 
 
 @gluon.jit
-def _store_rows(out, x, staged, b, r, h, D: gl.constexpr):
+def store_rows(out, x, staged, b, r, h, D: gl.constexpr):
     """Write block ``r`` of a head, [64, D], by way of shared memory [1 or more, 64, D]."""
     dtype: gl.constexpr = out.dtype
     staged.index(0).store(x.to(dtype))
@@ -343,7 +343,7 @@ def _attention_bwd_hopper_kernel(
     )  # fmt: skip
 
 
-def _described_row(t: Tensor) -> Any:
+def described_row(t: Tensor) -> Any:
     """A descriptor of fp32 [rows, pitch] for 64 neighbours of a row."""
     block = [1, BLOCK.value]
     return TensorDescriptor(t, list(t.shape), list(t.stride()), block, layout_of(block, t.dtype))
@@ -380,8 +380,8 @@ def attention_backward_hopper(
     with on_device(q):
         _attention_bwd_hopper_kernel[(programs,)](
             *(described(t, head_block(size)) for t in (q, k, v, dout)),
-            _described_row(lse),
-            _described_row(delta),
+            described_row(lse),
+            described_row(delta),
             lse,
             delta,
             *(described(t, rows_block(size)) for t in (dq, dk, dv)),

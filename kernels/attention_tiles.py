@@ -12,12 +12,14 @@ from torch import Tensor
 from forge.kernels.runtime import INTERPRETED, tl, triton
 
 # From so many tokens to so many the kernels for Hopper run, measured (results/LOG.md): forward
-# kernels/attention_hopper.py or, looked at first, attention_hopper_long.py, which is not measured
-# yet; backward kernels/attention_hopper_backward.py.
+# kernels/attention_hopper.py or, looked at first, attention_hopper_long.py; backward
+# attention_hopper_backward.py or, looked at first and for head size 128, that of
+# attention_hopper_backward_long.py. Those for long sequences are not measured yet.
 HOPPER_TOKENS: dict[str, list[tuple[float, float]]] = {
     "forward": [(1, 1024)],
     "long forward": [],
     "backward": [(1, 512), (2048, math.inf)],
+    "long backward": [],
 }
 
 
@@ -31,7 +33,7 @@ def runs_on_hopper(q: Tensor, direction: str) -> bool:
     return (
         q.is_cuda
         and any(least <= q.shape[2] <= most for least, most in HOPPER_TOKENS[direction])
-        and q.shape[3] in (64, 128)
+        and q.shape[3] in ((128,) if direction == "long backward" else (64, 128))
         and q.dtype in (torch.bfloat16, torch.float16)
         and _is_hopper(q.get_device())
     )

@@ -8,7 +8,12 @@ from typing import Any
 import torch
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from forge.kernels import attention_hopper, attention_hopper_backward, attention_hopper_long
+from forge.kernels import (
+    attention_hopper,
+    attention_hopper_backward,
+    attention_hopper_backward_long,
+    attention_hopper_long,
+)
 
 _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
@@ -60,7 +65,25 @@ def attention_hopper_kernels(usage: Callable) -> dict[str, dict[str, int]]:
                 attention_hopper_backward.REGISTERS.value,
                 dict(H=16, GROUP=group, STAGES=attention_hopper_backward.STAGES),
             )
+    for heads, dtype in ((1, torch.float32), (2, half), (4, half)):
+        found[f"attention_hopper long backward {heads}"] = _long(usage, heads, dtype)
     return found
+
+
+def _long(usage: Callable, heads: int, dtype: torch.dtype) -> dict[str, int]:
+    """So many heads of a group are taken by a program."""
+    boxes = _described(attention_hopper.head_block(128), torch.bfloat16)
+    rows = _described(attention_hopper_backward.rows_block(128), dtype)
+    row = _described([1, attention_hopper.BLOCK.value], torch.float32)
+    types = dict.fromkeys(("q", "k", "v", "dout"), boxes) | dict(lse=row, minus=row)
+    types |= dict(fine_ptr="*fp32", sizes_ptr="*i32", sums_ptr="*i64", dk=rows, dv=rows, c="fp32")
+    return _kernel(
+        usage,
+        attention_hopper_backward_long._attention_bwd_hopper_long_kernel,
+        types,
+        attention_hopper_backward_long.REGISTERS.value,
+        dict(H=16, GROUP=max(heads, 2), HEADS=heads),
+    )
 
 
 def _kernel(

@@ -27,6 +27,7 @@ from forge.kernels import (
     apply_rule,
     attention,
     attention_backward,
+    attention_fixed_point,
     attention_tiles,
     column_sum,
     hopper_pair,
@@ -321,6 +322,7 @@ def attention_kernel(kernel: Any, tile: dict[str, int], size: int, **constants: 
     constants |= tile | {"PDL": True}
     rows = {"q": "BLOCK_Q", "k": "BLOCK_K", "v": "BLOCK_K"}
     types: dict[str, Any] = {n: "*fp32" for n in ("lse_ptr", "delta_ptr", "parts_ptr")}
+    types |= dict(minus_ptr="*fp32", fine_ptr="*fp32", sizes_ptr="*i32", sums_ptr="*i64")
     types |= {"c": "fp32", "scale": "fp32"} | dict.fromkeys(constants, "constexpr")
     for n in ("q", "k", "v", "dout"):
         block = tile.get("BLOCK", tile.get(rows.get(n, "")))
@@ -329,9 +331,9 @@ def attention_kernel(kernel: Any, tile: dict[str, int], size: int, **constants: 
     for n in ("lse", "delta"):
         types[n] = f"tensordesc<fp32[1,{tile.get('BLOCK')}]>"
     if "ROWS" in tile:
-        types |= {n: ("*bf16", "i32", "i32", "i32") for n in ("dout", "out")}
+        types |= {n: ("*bf16", "i32", "i32", "i32") for n in ("dout", "out", "k", "v")}
     signature = {n: types.get(n, "*bf16" if n.endswith("_ptr") else "i32") for n in names}
-    free = ("B", "T", "rows", "turn", "c", "scale", *constants)
+    free = ("B", "T", "rows", "turn", "all_kv", "c", "scale", *constants)
     aligned: list[tuple[int, ...]] = []
     for i, (n, kind) in enumerate(signature.items()):
         if isinstance(kind, tuple):
@@ -339,6 +341,19 @@ def attention_kernel(kernel: Any, tile: dict[str, int], size: int, **constants: 
         elif n not in free and not kind.startswith("tensordesc"):
             aligned.append((i,))
     return kernel_usage(kernel, signature, constants, aligned, options)
+
+
+def fixed_point_kernels(size: int) -> dict[str, dict[str, int]]:
+    """In front of and behind the backward kernel for long sequences."""
+    constants: dict[str, Any] = dict(H=16, GROUP=2, D=size)
+    tile = dict(ROWS=attention_fixed_point.CHUNK, num_warps=4)
+    limits = dict(BITS=attention_fixed_point.BITS, MOST=attention_fixed_point.MOST)
+    prepare = attention_fixed_point._attention_prepare_kernel
+    finish = attention_fixed_point._attention_finish_kernel
+    return {
+        "model attention prepare": attention_kernel(prepare, tile, size, **constants),
+        "model attention finish": attention_kernel(finish, tile, size, **constants, **limits),
+    }
 
 
 def attention_kernels() -> dict[str, dict[str, int]]:
@@ -366,6 +381,8 @@ def attention_kernels() -> dict[str, dict[str, int]]:
             H=16,
             D=size,
         )
+        if size == 128:
+            found |= fixed_point_kernels(size)
         found[f"model sum_heads {size}"] = attention_kernel(
             attention_backward._sum_heads_kernel,
             dict(ROWS=attention_backward._SUM_ROWS, num_warps=4),

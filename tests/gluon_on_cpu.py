@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -70,8 +71,10 @@ class Barriers:
 class Program:
     """One program of a grid."""
 
-    def __init__(self, number: Sequence[int], grid: Sequence[int], late: bool) -> None:
-        self.number, self.grid, self.late = number, grid, late
+    def __init__(
+        self, number: Sequence[int], grid: Sequence[int], late: bool, slow: int = -1
+    ) -> None:
+        self.number, self.grid, self.late, self.slow = number, grid, late, slow
         self.changed = threading.Condition(threading.RLock())
         self.local = threading.local()  # products under way, of a warp group
         self.stores: list[Callable] = []
@@ -87,13 +90,17 @@ class Program:
 
     def specialize(self, parts: Any, warps: Any, _registers: Any) -> None:
         assert len(warps) == len(parts) - 1
-        threads = [threading.Thread(target=self.run, args=part, daemon=True) for part in parts]
+        threads = [
+            threading.Thread(target=self.run, args=(*part, group), daemon=True)
+            for group, part in enumerate(parts)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
 
-    def run(self, fn: Callable, arguments: tuple) -> None:
+    def run(self, fn: Callable, arguments: tuple, group: int) -> None:
+        self.local.late = group == self.slow
         try:
             fn(*arguments)
             assert not self.under_way, "a warp group ends while its products are under way"
@@ -139,7 +146,12 @@ class Program:
                 barrier.bytes += bytes
                 barrier.arrived += 1
 
-    def wait(self, barrier: Barrier, parity: int) -> None:
+    def wait(self, barrier: Barrier, parity: int, pred: Any = True) -> None:
+        if not pred:
+            return
+        if getattr(self.local, "late", False):
+            time.sleep(0.004)
+
         def over() -> Any:
             # Also copies that another group asks for while this one waits.
             while barrier.copies:
@@ -222,9 +234,25 @@ def _where(condition: Any, a: Any, b: Any) -> Any:
     return Tile(torch.where(*(torch.as_tensor(bare(x)) for x in (condition, a, b))))
 
 
-def _maximum(a: Any, b: Any) -> Any:
-    # As the hardware does, which passes over NaN.
-    return Tile(torch.fmax(bare(a), bare(b))) if isinstance(a, Tile) else Int(max(a, b))
+def _extreme(of_tensors: Callable, of_integers: Callable) -> Callable:
+    def chosen(a: Any, b: Any) -> Any:
+        if not isinstance(a, Tile):
+            return Int(of_integers(a, b))
+        return Tile(of_tensors(a.tensor, torch.as_tensor(bare(b), dtype=a.tensor.dtype)))
+
+    return chosen
+
+
+def _atomic_add(ptr: Pointer, x: Tile, sem: str) -> None:
+    flat, at, inside = _addressed(ptr, True)
+    assert inside.all() and at.unique().numel() == at.numel() and x.tensor.dtype == flat.dtype
+    flat[at] += x.tensor
+
+
+def _rounded(x: Tile) -> Tile:
+    """To the nearest 32-bit integer; what NaN, 0 on a GPU, becomes may not matter."""
+    whole = x.tensor.double().round().nan_to_num(2.0**30).clamp(-(2**31), 2**31 - 1)
+    return Tile(whole.to(torch.int32))
 
 
 def _view(memory: Memory, dtype: Any, shape: Any, layout: Any) -> Memory:
@@ -239,15 +267,18 @@ def _language(program: Program) -> Any:
         num_programs=lambda axis: Int(program.grid[axis]),
         num_warps=lambda: Int(1),  # only layouts ask
         full=_full,
-        minimum=lambda a, b: Int(min(a, b)),
+        minimum=_extreme(torch.fmin, min),
+        to_tensor=lambda x: x,
+        atomic_add=_atomic_add,
         exp=lambda x: Tile(bare(x).exp()),
         log=lambda x: Tile(bare(x).log()),
         rsqrt=lambda x: Tile(bare(x).rsqrt()),
         static_range=lambda *a: map(Int, range(*a)),
         arange=lambda a, b, layout=None: Tile(torch.arange(a, int(b))),
-        zeros=lambda shape, dtype, layout=None: Tile(torch.zeros([int(n) for n in shape])),
+        zeros=lambda shape, dtype, layout=None: _full(shape, 0, dtype),
         where=_where,
-        maximum=_maximum,
+        # As the hardware does, which passes over NaN.
+        maximum=_extreme(torch.fmax, max),
         max=lambda x, axis: Tile(x.tensor.amax(axis)),
         sum=lambda x, axis: Tile(x.tensor.sum(axis)),
         log2=lambda x: Tile(x.tensor.log2()),
@@ -275,6 +306,7 @@ def _arguments(program: Program) -> dict[str, Any]:
         gl=_language(program),
         exp2=lambda x: Tile(x.tensor.exp2()),
         before_next_wait=lambda x: x,
+        rounded=_rounded,
         view=_view,
         begin=lambda behind: None,
         wait_for_launches_in_front=lambda: None,
@@ -319,10 +351,11 @@ def run_program(
     late: bool,
     instead: dict[str, Any],
     *args: Any,
+    slow: int = -1,
     **options: Any,
 ) -> None:
     """Run one program of a grid; raises what goes wrong in any of its groups of warps."""
-    program = Program(number, grid, late)
+    program = Program(number, grid, late, slow)
     _plain(kernel, _arguments(program) | instead, {})(*args, **options)
     if program.failures:
         raise program.failures[0]
@@ -330,12 +363,22 @@ def run_program(
 
 
 class OnCPU:
-    """Stands for a kernel, to be launched as it is; ``instead``: of more names in its files."""
+    """Stands for a kernel, to be launched as it is; ``instead``: of more names in its files.
+
+    ``backwards``: its programs run from the last to the first; ``slow``: which group of warps comes
+    late to all its waits.
+    """
 
     def __init__(
-        self, kernel: JITFunction, late: bool, instead: dict[str, Any] | None = None
+        self,
+        kernel: JITFunction,
+        late: bool,
+        instead: dict[str, Any] | None = None,
+        backwards: bool = False,
+        slow: int = -1,
     ) -> None:
         self.kernel, self.late, self.instead = kernel, late, instead or {}
+        self.backwards, self.slow = backwards, slow
         self.launched = 0
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable:
@@ -343,7 +386,8 @@ class OnCPU:
             for option in ("num_warps", "maxnreg", "launch_pdl"):
                 options.pop(option, None)
             self.launched += 1
-            for number in itertools.product(*map(range, grid)):
+            numbers = list(itertools.product(*map(range, grid)))
+            for number in reversed(numbers) if self.backwards else numbers:
                 run_program(
                     self.kernel,
                     number,
@@ -351,6 +395,7 @@ class OnCPU:
                     self.late,
                     self.instead,
                     *map(_argument, arguments),
+                    slow=self.slow,
                     **{name: _argument(value) for name, value in options.items()},
                 )
 

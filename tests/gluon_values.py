@@ -64,8 +64,9 @@ class Tile:
     def __bool__(self) -> bool:
         return bool(self.tensor)
 
-    def to(self, dtype: Any) -> Tile:
-        return Tile(self.tensor.to(torch_dtype(dtype)))
+    def to(self, dtype: Any, bitcast: bool = False) -> Tile:
+        kind = torch_dtype(dtype)
+        return Tile(self.tensor.view(kind) if bitcast else self.tensor.to(kind))
 
     def reshape(self, shape: Any) -> Tile:
         return Tile(self.tensor.reshape([int(n) for n in shape]))
@@ -139,6 +140,10 @@ class Memory:
         found = Memory(self.bytes, self.dtype, self.shape)
         found.order = order
         return found
+
+    def slice(self, start: int, length: int, dim: int) -> Tile:
+        """Some columns, say: a view, to be read."""
+        return Tile(self.tensor.narrow(dim, int(start), int(length)))
 
     def store(self, x: Tile) -> None:
         assert x.tensor.shape == self.tensor.shape and x.tensor.dtype == self.tensor.dtype

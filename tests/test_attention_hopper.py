@@ -170,12 +170,16 @@ def test_when_they_are_taken(monkeypatch):
         return found
 
     monkeypatch.setattr(
-        attention_tiles, "HOPPER_TOKENS", {"forward": [(1, 512)], "backward": [(1, 9), (20, 30)]}
+        attention_tiles,
+        "HOPPER_TOKENS",
+        {"forward": [(1, 512)], "backward": [(1, 9), (20, 30)], "long backward": [(512, 600)]},
     )
     assert takes() and takes(dtype=torch.float16) and takes(shape=(1, 2, 1, 64))
     assert not takes(shape=(1, 2, 513, 128)) and not takes(shape=(1, 2, 512, 32))
     taken = [n for n in range(40) if takes(direction="backward", shape=(1, 2, n, 128))]
     assert taken == [*range(1, 10), *range(20, 31)]
+    assert takes(direction="long backward")
+    assert not takes(direction="long backward", shape=(1, 2, 512, 64))
     assert not takes(dtype=torch.float32) and not takes(is_cuda=False)
     assert not takes((10, 0)) and not takes((8, 0))
 
@@ -192,7 +196,8 @@ def on_hopper(monkeypatch):
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a Hopper GPU")
     tokens = dict.fromkeys(("forward", "backward"), [(1, 10**9)])
-    monkeypatch.setattr(attention_tiles, "HOPPER_TOKENS", {"long forward": [], **tokens})
+    tokens |= {"long forward": [], "long backward": []}
+    monkeypatch.setattr(attention_tiles, "HOPPER_TOKENS", tokens)
 
 
 @pytest.mark.gpu

@@ -21,6 +21,8 @@ KERNELS = {
     "void cublasLt::splitKreduce_kernel<32, 16, int, float>": "gemm",
     "triton_tem_fused_mm_12": "gemm",
     "_linear_hopper_kernel": "gemm",
+    "_attention_bwd_hopper_kernel": "attention",
+    "_attention_finish_kernel": "attention",
     "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_3_64x128x128": "attention",
     "void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<128>": "attention",
     "fmha_cutlassF_bf16_aligned_64x128_rf_sm80": "attention",
