@@ -129,14 +129,14 @@ class Graph:
         return first.elapsed_time(last) / self.run.calls
 
 
-def check(graph: Graph, work: Work) -> tuple[list[float | None], list[float]]:
+def check(graph: Graph, work: Work, provider: str) -> tuple[list[float | None], list[float]]:
     """Relative error of every result, ``None``: not finite, and what the gate allows."""
     graph.run.reset()
     graph()
     found = graph.run.results(graph.kept)
     errors = [relative_error(a.detach(), b) for a, b in zip(found, work.exact, strict=True)]
     finite = [error if math.isfinite(error) else None for error in errors]
-    return finite, [2 * error + TOLERANCE for error in work.errors]
+    return finite, [error + TOLERANCE for error in work.errors_of.get(provider, work.errors)]
 
 
 def interleave(
@@ -191,7 +191,7 @@ def measure(
             continue
         try:
             graph = Graph(run, on_gpu)
-            errors, allowed = check(graph, work)
+            errors, allowed = check(graph, work, name)
         except Exception as error:  # a row that says so: a rival may raise anything
             rows[name] = dict(gate="fail", notes=_reason(error))
             continue
