@@ -228,6 +228,24 @@ def _turn(programs: int, q: Tensor) -> int:
     return processors(q) if programs <= 2 * processors(q) else programs
 
 
+def _delta(dout: Tensor, out: Tensor, lse: Tensor) -> Tensor:
+    """The product of the rows of ``dout`` and ``out``, as ``lse`` lies."""
+    delta = torch.empty_like(lse)
+    _, heads, tokens, size = dout.shape
+    _attention_delta_kernel[(lse.shape[0], lse.shape[1] // _DELTA_ROWS)](
+        addressed(dout),
+        addressed(out),
+        delta,
+        tokens,
+        delta.shape[1],
+        H=heads,
+        D=size,
+        ROWS=_DELTA_ROWS,
+        **early_launch(dout),
+    )
+    return delta
+
+
 def attention_backward(
     dout: Tensor,
     q: Tensor,
@@ -266,19 +284,6 @@ def attention_backward(
     if dq.numel():
         dout, q, k, v = map(loadable, (dout, q, k, v))
         with on_device(q):
-            if not long:
-                delta = torch.empty_like(lse)
-                _attention_delta_kernel[(batch * heads, lse.shape[1] // _DELTA_ROWS)](
-                    addressed(dout),
-                    addressed(out),
-                    delta,
-                    tokens,
-                    delta.shape[1],
-                    H=heads,
-                    D=size,
-                    ROWS=_DELTA_ROWS,
-                    **early,
-                )
             if long:
                 minus, fine, sizes, sums = prepare(dout, out, k, v, lse)
                 attention_backward_long(dout, q, k, v, lse, minus, fine, sizes, sums, scale, *parts)
@@ -286,8 +291,10 @@ def attention_backward(
             elif hopper:
                 from forge.kernels.attention_hopper_backward import attention_backward_hopper
 
+                delta = _delta(dout, out, lse)
                 attention_backward_hopper(dout, q, k, v, lse, delta, scale, dq, *parts)
             else:
+                delta = _delta(dout, out, lse)
                 programs = batch * (heads + (heads if split else kv_heads))
                 programs *= -(-tokens // tile["BLOCK"])
                 _attention_bwd_kernel[(programs,)](

@@ -60,6 +60,14 @@ def exchange_layout(columns):
     return gl.SwizzledSharedLayout(8, max(32 // columns, 1), groups, order=[1, 0])
 
 
+@gluon.constexpr_function
+def product_layout(columns):
+    """Of the 64 rows that a warpgroup's product has."""
+    return gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16]
+    )
+
+
 @gluon.jit
 def exp2(x):
     """Tiny results are zero, which saves three of four instructions."""
@@ -134,12 +142,8 @@ def _attend(
 ):  # fmt: skip
     """Warpgroup ``w``: every other key block, then the left or right half of the result."""
     dtype: gl.constexpr = q.dtype
-    scores: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK, 16]
-    )
-    result: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16]
-    )
+    scores: gl.constexpr = product_layout(BLOCK)
+    result: gl.constexpr = product_layout(D)
     operand: gl.constexpr = gl.DotOperandLayout(0, result, 2)
     rows: gl.constexpr = gl.SliceLayout(1, scores)
     base: gl.constexpr = w * STAGES
@@ -314,14 +318,14 @@ def described(t: Tensor, block: list[int]) -> Any:
     return TensorDescriptor(t, list(t.shape), strides, block, layout_of(block, t.dtype))
 
 
-def head_block(size: int) -> list[int]:
-    """64 rows of a head, of [B, heads, T, D]."""
-    return [1, 1, BLOCK.value, size]
+def head_block(size: int, rows: int = BLOCK.value) -> list[int]:
+    """So many rows of a head, of [B, heads, T, D]."""
+    return [1, 1, rows, size]
 
 
-def out_block(size: int) -> list[int]:
-    """Half the columns of 64 rows of a head, of [B, T, H, D]."""
-    return [1, BLOCK.value, 1, size // 2]
+def rows_block(size: int) -> list[int]:
+    """64 rows of so many columns of a head, of [B, T, H, D]."""
+    return [1, BLOCK.value, 1, size]
 
 
 def attention_forward_hopper(
@@ -337,7 +341,7 @@ def attention_forward_hopper(
     with on_device(q):
         _attention_fwd_hopper_kernel[(programs,)](
             *(described(t, head_block(size)) for t in (q, k, v)),
-            described(out, out_block(size)),
+            described(out, rows_block(size // 2)),
             lse,
             batch,
             tokens,

@@ -49,6 +49,8 @@ from forge.kernels.attention_hopper import (
     exp2,
     head_block,
     layout_of,
+    product_layout,
+    rows_block,
     tile,
 )
 from forge.kernels.hopper_ring import begin, thread_barrier, tma_load, tma_store, view
@@ -128,12 +130,8 @@ def _gradients(
 ):  # fmt: skip
     """Warpgroup ``w``. S: the program's own tiles of q, dout, k and v."""
     dtype: gl.constexpr = R.dtype
-    scores: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK, 16]
-    )
-    result: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16]
-    )
+    scores: gl.constexpr = product_layout(BLOCK)
+    result: gl.constexpr = product_layout(D)
     operand: gl.constexpr = gl.DotOperandLayout(0, result, 2)
     rows: gl.constexpr = gl.SliceLayout(1, scores)
     columns: gl.constexpr = gl.SliceLayout(0, scores)
@@ -347,11 +345,6 @@ def described_row(t: Tensor) -> Any:
     """A descriptor of fp32 [rows, pitch] for 64 neighbours of a row."""
     block = [1, BLOCK.value]
     return TensorDescriptor(t, list(t.shape), list(t.stride()), block, layout_of(block, t.dtype))
-
-
-def rows_block(size: int) -> list[int]:
-    """64 rows of a head, of [B, T, H, D]."""
-    return [1, BLOCK.value, 1, size]
 
 
 def attention_backward_hopper(

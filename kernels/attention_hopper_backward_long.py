@@ -55,8 +55,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from forge.kernels.attention_hopper import BLOCK, described, exp2, head_block, tile
-from forge.kernels.attention_hopper_backward import described_row, row_of, rows_block, store_rows
+from forge.kernels.attention_hopper import (
+    BLOCK,
+    described,
+    exp2,
+    head_block,
+    product_layout,
+    rows_block,
+    tile,
+)
+from forge.kernels.attention_hopper_backward import described_row, row_of, store_rows
 from forge.kernels.attention_hopper_sums import add_part, coarse_of
 from forge.kernels.hopper_ring import barriers, begin, thread_barrier, tma_load, view
 from forge.kernels.runtime import on_device, processors
@@ -137,12 +145,8 @@ def _gradients(
     """Warpgroup ``w``."""
     dtype: gl.constexpr = R.dtype
     D: gl.constexpr = q.block_shape[3]
-    scores: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK, 16]
-    )
-    result: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16]
-    )
+    scores: gl.constexpr = product_layout(BLOCK)
+    result: gl.constexpr = product_layout(D)
     operand: gl.constexpr = gl.DotOperandLayout(0, result, 2)
     rows: gl.constexpr = gl.SliceLayout(1, scores)
     columns: gl.constexpr = gl.SliceLayout(0, scores)

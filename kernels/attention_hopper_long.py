@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import math
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -41,13 +40,15 @@ from forge.kernels.attention_hopper import (
     described,
     exp2,
     head_block,
+    product_layout,
     request,
     row_max,
     row_sum,
+    rows_block,
     tile,
 )
-from forge.kernels.hopper_ring import begin, thread_barrier, tma_load, tma_store, view
-from forge.kernels.runtime import on_device
+from forge.kernels.hopper_ring import barriers, begin, thread_barrier, tma_load, tma_store, view
+from forge.kernels.runtime import on_device, processors
 
 KEYS = gl.constexpr(128)  # of a turn
 QUERIES = gl.constexpr(128)  # of a tile: BLOCK for each warpgroup
@@ -128,12 +129,8 @@ def _attend(
 ):  # fmt: skip
     """Warpgroup ``w``: its 64 queries of every tile."""
     dtype: gl.constexpr = Q.dtype
-    scores: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, KEYS, 16]
-    )
-    result: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16]
-    )
+    scores: gl.constexpr = product_layout(KEYS)
+    result: gl.constexpr = product_layout(D)
     operand: gl.constexpr = gl.DotOperandLayout(0, result, 2)
     rows: gl.constexpr = gl.SliceLayout(1, scores)
     matrix: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK, D], dtype)
@@ -200,14 +197,6 @@ def _attend(
         number = _tile_of(turn)
 
 
-@gluon.jit
-def _ring(count: gl.constexpr, arrivals: gl.constexpr):
-    made = gl.allocate_shared_memory(gl.int64, [count, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(count):
-        mbarrier.init(made.index(i), count=arrivals)
-    return made
-
-
 @gluon.jit(do_not_specialize=["B", "T"])
 def _attention_fwd_hopper_long_kernel(
     q,  # descriptors: boxes [1, 1, 64, D] of [B, heads, T, D]
@@ -228,9 +217,9 @@ def _attention_fwd_hopper_long_kernel(
     Q = gl.allocate_shared_memory(q.dtype, [2] + q.block_shape, q.layout)
     K = gl.allocate_shared_memory(k.dtype, [STAGES] + k.block_shape, k.layout)
     V = gl.allocate_shared_memory(v.dtype, [STAGES] + v.block_shape, v.layout)
-    q_full, q_empty = _ring(2, 1), _ring(2, 1)
-    k_full, k_empty = _ring(STAGES, 1), _ring(STAGES, 2)
-    v_full, v_empty = _ring(STAGES, 1), _ring(STAGES, 2)
+    q_full, q_empty = barriers(2), barriers(2)
+    k_full, k_empty = barriers(STAGES), barriers(STAGES, 2)
+    v_full, v_empty = barriers(STAGES), barriers(STAGES, 2)
     begin(0)
     gl.warp_specialize(
         [
@@ -252,16 +241,6 @@ def _attention_fwd_hopper_long_kernel(
     )  # fmt: skip
 
 
-def keys_block(size: int) -> list[int]:
-    """128 rows of a head, of [B, heads, T, D]."""
-    return [1, 1, KEYS.value, size]
-
-
-def rows_block(size: int) -> list[int]:
-    """64 rows of a head, of [B, T, H, D]."""
-    return [1, BLOCK.value, 1, size]
-
-
 def attention_forward_hopper_long(
     q: Tensor, k: Tensor, v: Tensor, scale: float, out: Tensor, lse: Tensor
 ) -> None:
@@ -272,11 +251,10 @@ def attention_forward_hopper_long(
     """
     batch, heads, tokens, size = q.shape
     tiles = -(-tokens // QUERIES.value) * batch * heads
-    sms = torch.cuda.get_device_properties(q.device).multi_processor_count
     with on_device(q):
-        _attention_fwd_hopper_long_kernel[(min(tiles, sms),)](
+        _attention_fwd_hopper_long_kernel[(min(tiles, processors(q)),)](
             described(q, head_block(size)),
-            *(described(t, keys_block(size)) for t in (k, v)),
+            *(described(t, head_block(size, KEYS.value)) for t in (k, v)),
             described(out, rows_block(size)),
             lse,
             batch,

@@ -326,11 +326,11 @@ def place(tile, ends, across, salts):
 
 
 @gluon.jit
-def barriers(count: gl.constexpr):
-    """So many barriers that one arrival completes."""
+def barriers(count: gl.constexpr, arrivals: gl.constexpr = 1):
+    """So many barriers that so many arrivals complete."""
     made = gl.allocate_shared_memory(gl.int64, [count, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(count):
-        mbarrier.init(made.index(i), count=1)
+        mbarrier.init(made.index(i), count=arrivals)
     return made
 
 

@@ -31,7 +31,7 @@ def attention_hopper_kernels(usage: Callable) -> dict[str, dict[str, int]]:
     half = torch.bfloat16
     for size in (64, 128):
         heads = _described(attention_hopper.head_block(size), half)
-        result = _described(attention_hopper.out_block(size), half)
+        result = _described(attention_hopper.rows_block(size // 2), half)
         types: dict[str, Any] = dict(
             q=heads, k=heads, v=heads, out=result, lse_ptr="*fp32", c="fp32"
         )
@@ -42,8 +42,8 @@ def attention_hopper_kernels(usage: Callable) -> dict[str, dict[str, int]]:
             attention_hopper.REGISTERS.value,
             dict(H=16, GROUP=2, STAGES=attention_hopper.STAGES),
         )
-        keys = _described(attention_hopper_long.keys_block(size), half)
-        rows = _described(attention_hopper_long.rows_block(size), half)
+        keys = _described(attention_hopper.head_block(size, attention_hopper_long.KEYS.value), half)
+        rows = _described(attention_hopper.rows_block(size), half)
         found[f"attention_hopper long {size}"] = _kernel(
             usage,
             attention_hopper_long._attention_fwd_hopper_long_kernel,
@@ -52,10 +52,10 @@ def attention_hopper_kernels(usage: Callable) -> dict[str, dict[str, int]]:
             dict(H=16, GROUP=2, STAGES=attention_hopper_long.STAGES),
         )
         for group, dtype in ((1, half), (2, torch.float32)):
-            rows = _described(attention_hopper_backward.rows_block(size), dtype)
+            rows = _described(attention_hopper.rows_block(size), dtype)
             row = _described([1, attention_hopper.BLOCK.value], torch.float32)
             types = dict(q=heads, k=heads, v=heads, dout=heads, lse=row, delta=row)
-            types |= dict(dq=_described(attention_hopper_backward.rows_block(size), half))
+            types |= dict(dq=_described(attention_hopper.rows_block(size), half))
             types |= dict(dk=rows, dv=rows, lse_ptr="*fp32", delta_ptr="*fp32")
             types |= dict(c="fp32", scale="fp32")
             found[f"attention_hopper backward {size} {group}"] = _kernel(
@@ -73,7 +73,7 @@ def attention_hopper_kernels(usage: Callable) -> dict[str, dict[str, int]]:
 def _long(usage: Callable, heads: int, dtype: torch.dtype) -> dict[str, int]:
     """So many heads of a group are taken by a program."""
     boxes = _described(attention_hopper.head_block(128), torch.bfloat16)
-    rows = _described(attention_hopper_backward.rows_block(128), dtype)
+    rows = _described(attention_hopper.rows_block(128), dtype)
     row = _described([1, attention_hopper.BLOCK.value], torch.float32)
     types = dict.fromkeys(("q", "k", "v", "dout"), boxes) | dict(lse=row, minus=row)
     types |= dict(fine_ptr="*fp32", sizes_ptr="*i32", sums_ptr="*i64", dk=rows, dv=rows, c="fp32")

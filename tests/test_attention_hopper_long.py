@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import types
 
 import pytest
 import torch
@@ -30,8 +29,7 @@ def on_cpu(monkeypatch):
     def change(late, sms):
         name = "_attention_fwd_hopper_long_kernel"
         monkeypatch.setattr(long, name, OnCPU(getattr(long, name), late))
-        properties = types.SimpleNamespace(multi_processor_count=sms)
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+        monkeypatch.setattr(long, "processors", lambda _: sms)
 
     return change
 
